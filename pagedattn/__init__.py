@@ -1,0 +1,40 @@
+"""pagedattn: a language model server small enough to read.
+
+The front door: the names a caller needs, and nothing else. Importing it loads no
+torch; `LLM` and its kin bring the engine in when they are first asked for.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from pagedattn.config import EngineArgs
+from pagedattn.request import CompletionOutput, RequestOutput, SamplingParams
+from pagedattn.version import __version__
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "Engine",
+    "EngineArgs",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+_LAZY = {
+    "LLM": "pagedattn.llm",
+    "Engine": "pagedattn.engine",
+    "AsyncEngine": "pagedattn.async_engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'pagedattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,267 @@
+"""The engine behind a server: the step loop in its own thread, answers as streams.
+
+Callers live in asyncio; one thread owns the engine and takes their arrivals and
+departures from a queue between steps. Knows nothing of HTTP. Built in chapter 09.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagedattn.assembly import Assembled, assemble
+from pagedattn.config import EngineArgs, EngineConfig
+from pagedattn.errors import EngineDead
+from pagedattn.intake import Ask, Prompt
+from pagedattn.metrics import Metrics
+from pagedattn.request import RequestOutput, SamplingParams
+from pagedattn.text.template import ChatTemplate
+from pagedattn.text.tokenizer import Tokenizer
+
+log = logging.getLogger("pagedattn")
+LONG_TEXT = 4_000  # characters; longer prompts are tokenized off the event loop
+POLL = 0.02  # seconds between looks at what is left while draining
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Where one request's outputs go: a queue in some event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[RequestOutput | Exception]
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Hand over from any thread; a loop that is gone wants nothing."""
+        try:
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, output)
+        except RuntimeError:
+            pass
+
+
+class AsyncEngine:
+    """Serves many callers at once; safe to call from any event loop."""
+
+    def __init__(self, parts: Assembled) -> None:
+        self.parts = parts
+        self._engine = parts.engine
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._error: Exception | None = None
+        self._draining = False
+        self._stopped = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_args(cls, args: EngineArgs, show_progress: bool = False) -> AsyncEngine:
+        """Load what `args` names and start the step loop."""
+        return cls(assemble(args, show_progress))
+
+    # What servers read.
+    @property
+    def args(self) -> EngineArgs:
+        """What the engine was started with."""
+        return self.parts.args
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine runs with."""
+        return self._engine.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it brings one."""
+        return self.parts.chat_template
+
+    @property
+    def metrics(self) -> Metrics:
+        """What the engine counts."""
+        return self._engine.metrics
+
+    @property
+    def model_name(self) -> str:
+        """The served name."""
+        return self.parts.model_name
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._engine.intake.vocab_size
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a start-up banner says."""
+        return self.parts.facts
+
+    @property
+    def is_running(self) -> bool:
+        """False once the step loop has ended, for whatever reason."""
+        return self._error is None and not self._stopped
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    def default_sampling(self) -> dict[str, Any]:
+        """What a caller's silence means, as `SamplingParams` fields."""
+        return dict(self.parts.sampling_defaults)
+
+    # One request: a stream of outputs.
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield outputs until the last; leaving early aborts the request.
+
+        UserError before any work if the request can't be served; EngineDead if the
+        engine is, or refuses new work.
+        """
+        self._check_open()
+        ask = await self._accept(
+            prompt, params, request_id, priority, add_special_tokens
+        )
+        self._check_open()
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        self._enter(ask, stream)
+        finished = False
+        try:
+            while not finished:
+                output = await stream.outputs.get()
+                if isinstance(output, Exception):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._abort(request_id)
+
+    async def _accept(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        add_special_tokens: bool,
+    ) -> Ask:
+        def accept() -> Ask:
+            return self._engine.intake.accept(
+                request_id,
+                prompt,
+                params,
+                priority=priority,
+                add_special_tokens=add_special_tokens,
+            )
+
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            return await asyncio.to_thread(accept)
+        return accept()
+
+    def _enter(self, ask: Ask, stream: _Stream) -> None:
+        def add() -> None:
+            self._streams[ask.id] = stream
+            try:
+                self._engine.add(ask)
+            except Exception as error:
+                del self._streams[ask.id]
+                stream.put(error)
+
+        self._inbox.put(add)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last output with reason "abort"."""
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._inbox.put(lambda: self._engine.abort_request(request_id))
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise EngineDead(f"the engine has died: {self._error!r}")
+        if self._stopped or self._draining:
+            raise EngineDead("the engine is shutting down")
+
+    # The end.
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests, wait for those under way, abort the rest after
+        `timeout` seconds."""
+        self._draining = True
+        deadline = time.monotonic() + timeout
+        while self._busy() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL)
+        for request_id in list(self._streams):
+            self._abort(request_id)
+        grace = time.monotonic() + 5
+        while self._busy() and time.monotonic() < grace:
+            await asyncio.sleep(POLL)
+
+    def _busy(self) -> bool:
+        return self.is_running and (bool(self._streams) or not self._inbox.empty())
+
+    def shutdown(self) -> None:
+        """End the step loop and wait for it; streams still open get EngineDead."""
+        self._draining = True
+        self._inbox.put(None)
+        self._thread.join()
+
+    # The step loop, the only thread that touches the engine.
+    def _loop(self) -> None:
+        try:
+            while self._take_messages():
+                if self._engine.has_unfinished_requests():
+                    for output in self._engine.step():
+                        self._deliver(output)
+            self._close(EngineDead("the engine is shutting down"))
+        except Exception as error:
+            log.critical("The engine has died.", exc_info=True)
+            self._error = error
+            self._close(EngineDead(f"the engine has died: {error!r}"))
+
+    def _take_messages(self) -> bool:
+        """Act on what has arrived, waiting if there is nothing else to do; False at
+        the end."""
+        wait = not self._engine.has_unfinished_requests()
+        while wait or not self._inbox.empty():
+            message = self._inbox.get()
+            if message is None:
+                return False
+            message()
+            wait = False
+        return True
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            stream.put(output)
+            if output.finished:
+                del self._streams[output.request_id]
+
+    def _close(self, error: EngineDead) -> None:
+        self._stopped = True
+        for stream in self._streams.values():
+            stream.put(error)
+        self._streams.clear()
+        while not self._inbox.empty():  # arrivals that came too late
+            message = self._inbox.get()
+            if message is not None:
+                message()
+        for stream in self._streams.values():
+            stream.put(error)

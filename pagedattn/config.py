@@ -1,0 +1,290 @@
+"""Every engine setting, once: its name, its default and its meaning.
+
+`EngineArgs` is what a caller gives; the command line, Python keyword arguments and
+the book's table are made from its fields. `EngineConfig` is what the engine runs
+with: frozen, every "auto" settled. Knows nothing of models beyond the few numbers
+handed to `settle`. Built in chapter 09.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from pagedattn.errors import NotSupported, UserError
+
+CPU_KV_SHARE = 0.4  # of the free memory, where no size is given
+LARGEST_AUTO_KV = 8 << 30  # bytes; more must be asked for
+
+
+def setting(
+    default: Any, help: str, *, flag: str = "", choices: tuple[str, ...] = ()
+) -> Any:
+    """A dataclass field that carries its command-line help, short flag and choices."""
+    return field(
+        default=default, metadata={"help": help, "flag": flag, "choices": choices}
+    )
+
+
+@dataclass(slots=True)
+class EngineArgs:
+    """What a caller may set; None means "auto", settled when the model is known."""
+
+    model: str | None = setting(
+        None, "folder, hub id or .gguf file; nothing: the demo model SmolLM2-135M"
+    )
+    tokenizer: str | None = setting(
+        None, "folder, hub id or .gguf file of another tokenizer"
+    )
+    revision: str | None = setting(None, "revision of a hub model")
+    served_model_name: list[str] | None = setting(
+        None, "public names of the model; the first is used in answers and metrics"
+    )
+    dtype: str = setting(
+        "auto",
+        "float32 is what the CPU kernels compute in, whatever the file holds",
+        choices=("auto", "float32", "float"),
+    )
+    quantization: str | None = setting(
+        None, "no quantised execution is built yet: leave it out", flag="-q"
+    )
+    seed: int = setting(0, "seed of requests that bring none")
+    max_model_len: int | None = setting(
+        None,
+        "longest prompt + output in tokens, 4096 or 4k; nothing or -1: as long as "
+        "model and KV pool allow",
+    )
+    block_size: int = setting(16, "tokens in one KV block")
+    enable_prefix_caching: bool = setting(True, "reuse KV blocks of common prefixes")
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "share of the free memory that the KV pool may take; nothing: on a CPU "
+        f"{CPU_KV_SHARE}, at most {LARGEST_AUTO_KV >> 30} GiB",
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "bytes of the KV pool, 2147483648 or 2g; nothing: a share of the memory"
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "number of KV blocks, whatever the memory (for tests)"
+    )
+    max_num_batched_tokens: int = setting(2048, "token budget of one step")
+    max_num_seqs: int = setting(128, "most sequences running at once")
+    enable_chunked_prefill: bool = setting(
+        True, "split long prompts over steps so that others go on"
+    )
+    long_prefill_token_threshold: int = setting(
+        0, "most tokens of one prompt in one step; 0: the budget"
+    )
+    scheduling_policy: str = setting(
+        "fcfs",
+        "order of waiting requests; priority: smaller numbers first",
+        choices=("fcfs", "priority"),
+    )
+    max_logprobs: int = setting(20, "most log-probabilities a request may ask; -1: all")
+    generation_config: str = setting(
+        "auto",
+        "sampling defaults: auto (the model's generation_config) or vllm (neutral)",
+        choices=("auto", "vllm"),
+    )
+    override_generation_config: dict[str, Any] | None = setting(
+        None, "JSON object of further sampling defaults"
+    )
+    num_threads: int | None = setting(
+        None, "threads of one step; nothing: the physical cores"
+    )
+    disable_log_stats: bool = setting(False, "no line of statistics every 10 s")
+
+    def __post_init__(self) -> None:
+        self.max_model_len = parse_size("max_model_len", self.max_model_len, 1000)
+        if self.max_model_len == -1:
+            self.max_model_len = None
+        self.kv_cache_memory_bytes = parse_size(
+            "kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1000
+        )
+        if isinstance(self.served_model_name, str):
+            self.served_model_name = [self.served_model_name]
+        if self.quantization is not None:
+            raise NotSupported(
+                f"quantization={self.quantization!r} is not built yet; GGUF files of "
+                "any supported type run in float32.",
+                "quantization",
+            )
+        self._check_choices()
+        self._check_ranges()
+
+    def _check_choices(self) -> None:
+        for f in fields(self):
+            choices, value = f.metadata["choices"], getattr(self, f.name)
+            if choices and value not in choices:
+                raise UserError(
+                    f"{f.name} must be one of {', '.join(choices)}, got {value!r}.",
+                    f.name,
+                )
+
+    def _check_ranges(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UserError(f"{name} must be a number, got {value!r}.", name)
+            if not low <= value <= high:
+                raise UserError(
+                    f"{name} must be in [{low:g}, {high:g}], got {value}.", name
+                )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise UserError(
+                "long_prefill_token_threshold needs enable_chunked_prefill.",
+                "long_prefill_token_threshold",
+            )
+
+    def settle(self, model_len: int, block_bytes: int, free_bytes: int) -> EngineConfig:
+        """Settle what is "auto", given the model's length and the bytes of one block.
+
+        The number of blocks includes the null block. Whether `max_model_len` fits
+        the pool depends on the layer groups and is settled by `fit_length`.
+        """
+        if self.max_model_len is not None and self.max_model_len > model_len:
+            raise UserError(
+                f"max_model_len={self.max_model_len} is more than the "
+                f"{model_len} tokens this model was made for.",
+                "max_model_len",
+            )
+        return EngineConfig(
+            block_size=self.block_size,
+            num_blocks=self._num_blocks(block_bytes, free_bytes),
+            max_model_len=self.max_model_len or model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            prefix_caching=self.enable_prefix_caching,
+            chunked_prefill=self.enable_chunked_prefill,
+            long_prefill=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+            seed=self.seed,
+            max_logprobs=self.max_logprobs,
+        )
+
+    def _num_blocks(self, block_bytes: int, free_bytes: int) -> int:
+        if self.num_gpu_blocks_override is not None:
+            return self.num_gpu_blocks_override
+        size = self.kv_cache_memory_bytes
+        if size is None:
+            size = int(free_bytes * (self.gpu_memory_utilization or CPU_KV_SHARE))
+            if self.gpu_memory_utilization is None:
+                size = min(size, LARGEST_AUTO_KV)
+        blocks = size // block_bytes
+        if blocks < 2:
+            raise UserError(
+                f"kv_cache_memory_bytes={size} holds {blocks} KV blocks of "
+                f"{block_bytes} bytes; at least 2 are needed.",
+                "kv_cache_memory_bytes",
+            )
+        return blocks
+
+
+_RANGES = (
+    ("seed", -(2**63), 2**63 - 1),
+    ("max_model_len", 1, 2**31 - 1),
+    ("block_size", 1, 256),
+    ("gpu_memory_utilization", 0.01, 1.0),
+    ("kv_cache_memory_bytes", 1, 2**50),
+    ("num_gpu_blocks_override", 2, 2**31 - 1),
+    ("max_num_batched_tokens", 1, 2**20),
+    ("max_num_seqs", 1, 65_536),
+    ("long_prefill_token_threshold", 0, 2**20),
+    ("max_logprobs", -1, 2**31 - 1),
+    ("num_threads", 1, 1024),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine runs with. Sizes in tokens; `num_blocks` with the null block."""
+
+    block_size: int = 16
+    num_blocks: int = 64
+    max_model_len: int = 2048
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    long_prefill: int = 0
+    policy: str = "fcfs"
+    seed: int = 0
+    max_logprobs: int = 20
+
+
+def parse_size(name: str, value: Any, unit: int) -> int | None:
+    """A whole number, or one with k, m or g (×1000 each) or K, M, G (×1024 each)."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgKMG]?)", str(value).strip())
+    if match is None:
+        raise UserError(
+            f"{name} must be a size such as 4096 or 4k, got {value!r}.", name
+        )
+    number, letter = match.groups()
+    power = "kmg".index(letter.lower()) + 1 if letter else 0
+    size = float(number) * (1024 if letter.isupper() else unit) ** power
+    if size != int(size):
+        raise UserError(f"{name} must be a whole number, got {value!r}.", name)
+    return int(size)
+
+
+# The command line, made from the fields above.
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each setting; booleans also get their --no- form."""
+    for f in fields(EngineArgs):
+        names = ["--" + f.name.replace("_", "-")]
+        if f.metadata["flag"]:
+            names.append(f.metadata["flag"])
+        parser.add_argument(*names, **_flag_options(f))
+
+
+def _flag_options(f: Field[Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "default": f.default,
+        "help": f"{f.metadata['help']} (default: {f.default})",
+        "dest": f.name,
+    }
+    options["help"] = options["help"].replace("%", "%%")
+    if f.metadata["choices"]:
+        options["choices"] = f.metadata["choices"]
+    kind = str(f.type)
+    if kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    elif kind.startswith("list"):
+        options["nargs"] = "+"
+    elif kind.startswith("dict"):
+        options["type"] = json.loads
+    elif f.name in ("max_model_len", "kv_cache_memory_bytes"):
+        options["type"] = str
+    elif kind.startswith(("int", "float")):
+        options["type"] = int if kind.startswith("int") else float
+    return options
+
+
+def args_from(namespace: argparse.Namespace) -> EngineArgs:
+    """The `EngineArgs` of a parsed command line; other names in it are left alone."""
+    return EngineArgs(
+        **{
+            f.name: getattr(namespace, f.name)
+            for f in fields(EngineArgs)
+            if hasattr(namespace, f.name)
+        }
+    )
+
+
+def settings_table() -> list[tuple[str, Any, str]]:
+    """(flag, default, meaning) for each setting, for the book and the README."""
+    return [
+        (
+            "--" + f.name.replace("_", "-"),
+            None if f.default is MISSING else f.default,
+            f.metadata["help"],
+        )
+        for f in fields(EngineArgs)
+    ]

@@ -1,0 +1,146 @@
+"""Runs plans: owns the model, its KV tensors, and what sampling must remember.
+
+`run(plan)` is the whole interface: frozen data in, frozen data out. It never sees a
+scheduler, and does the same for a plan that was printed, stored or sent. Built in
+chapters 06 and 08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pagedattn.cache.tables import LayerGroup
+from pagedattn.model.batch import Batch, LayerCache, decodes_first, make_batch
+from pagedattn.sampling.logprobs import prompt_logprobs
+from pagedattn.sampling.sampler import Sample, sample
+from pagedattn.sampling.state import SampleState
+from pagedattn.scheduler import Item, Plan, Result, Start
+
+SCORED_ROWS = 64  # prompt positions scored at once: 12 MB of logits at 49k tokens
+
+
+class Model(Protocol):
+    """What the runner asks of a model; T tokens, R rows, V entries of vocabulary."""
+
+    spec: Any  # vocab_size, and windows: one for each layer
+
+    def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
+        """Hidden states [T, …] of the batch; writes its keys and values."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [R, V] of hidden states [R, …]."""
+
+
+NewCache = Callable[[], tuple[Tensor, Tensor]]
+
+
+def layer_caches(groups: Sequence[LayerGroup], new_cache: NewCache) -> list[LayerCache]:
+    """One cache for each layer; the i-th layers of all groups share their tensors."""
+    shared = [new_cache() for _ in range(max(len(g.layers) for g in groups))]
+    caches = {
+        layer: LayerCache(*shared[i], group=g)
+        for g, group in enumerate(groups)
+        for i, layer in enumerate(group.layers)
+    }
+    return [caches[layer] for layer in sorted(caches)]
+
+
+class Runner:
+    """One model on one device. Plans must come in the order they were made."""
+
+    def __init__(
+        self,
+        model: Model,
+        groups: Sequence[LayerGroup],
+        block_size: int,
+        new_cache: NewCache,
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.caches = layer_caches(groups, new_cache)
+        self._states: dict[str, SampleState] = {}
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> list[Result]:
+        """Compute every item of `plan`; one result each, in the plan's order.
+
+        Every layer writes the plan's keys and values before any of its attention
+        reads them, so items may hit blocks that others of the same plan fill.
+        """
+        self._follow(plan)
+        order = decodes_first(plan.items)
+        items = [plan.items[i] for i in order]
+        batch = make_batch(items, [self._known(i) for i in items], self.block_size)
+        hidden = self.model.forward(batch, self.caches)
+        samples = self._sample(items, hidden[batch.rows])
+        results: list[Result] = [Result()] * len(items)
+        for s, (i, item) in enumerate(zip(order, items, strict=True)):
+            begin, end = batch.query_starts[s : s + 2].tolist()
+            results[i] = self._result(item, hidden[begin:end], samples)
+        return results
+
+    # What the runner remembers between plans: the tokens and wishes of each request.
+    def _follow(self, plan: Plan) -> None:
+        for request_id in plan.drops:
+            self._states.pop(request_id, None)
+        for start in plan.starts:
+            self._states[start.request_id] = self._state(start)
+
+    def _state(self, start: Start) -> SampleState:
+        return SampleState(
+            start.params,
+            start.seed,
+            self.model.spec.vocab_size,
+            start.tokens[: start.prompt_len],
+            list(start.tokens[start.prompt_len :]),
+            start.sibling,
+            start.eos_ids,
+            start.bad_words_ids,
+        )
+
+    def _known(self, item: Item) -> Sequence[int]:
+        """The item's token ids; what an earlier plan sampled is known by now."""
+        if all(isinstance(token, int) for token in item.tokens):
+            return item.tokens
+        state = self._states[item.request_id]
+        at = item.start - len(state.prompt_ids)
+        return state.output_ids[at : at + len(item.tokens)]
+
+    # Choosing tokens, and scoring prompts where asked.
+    def _sample(self, items: Sequence[Item], hidden: Tensor) -> dict[str, Sample]:
+        ids = [item.request_id for item in items if item.samples]
+        if not ids:
+            return {}
+        states = [self._states[i] for i in ids]
+        samples = sample(self.model.logits(hidden), states)
+        for state, chosen in zip(states, samples, strict=True):
+            if chosen.token is not None:
+                state.append(chosen.token)
+        return dict(zip(ids, samples, strict=True))
+
+    def _result(self, item: Item, hidden: Tensor, samples: dict[str, Sample]) -> Result:
+        scores = self._score_prompt(item, hidden)
+        chosen = samples.get(item.request_id)
+        if chosen is None:
+            return Result(prompt_logprobs=scores)
+        return Result(chosen.token, chosen.logprobs, scores, chosen.error)
+
+    def _score_prompt(self, item: Item, hidden: Tensor) -> tuple[tuple[int, Any], ...]:
+        """(position, log-probabilities) of the prompt tokens that follow the item's."""
+        state = self._states[item.request_id]
+        n = state.params.prompt_logprobs
+        if n is None:
+            return ()
+        n = state.vocab_size if n == -1 else n
+        first = item.start + 1
+        targets = state.prompt_ids[first : first + len(item.tokens)]
+        scores: list[Any] = []
+        for i in range(0, len(targets), SCORED_ROWS):
+            some = targets[i : i + SCORED_ROWS]
+            logits = self.model.logits(hidden[i : i + len(some)])
+            scores += prompt_logprobs(logits, some, n)
+        return tuple(enumerate(scores, first))

@@ -1,0 +1,201 @@
+"""The application: which path does what.
+
+Knows routes and hands their bodies to `completions`, `chat` and `prompts`; sets no
+signal handlers and starts nothing, so any ASGI server can run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from pagedattn.serve import chat, completions
+from pagedattn.serve.front import Front, ServedEngine, front_for
+from pagedattn.serve.gate import REQUEST_ID, Gate
+from pagedattn.serve.problems import as_api_error
+from pagedattn.serve.prompts import chat_prompt, plain_ids
+from pagedattn.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+    read_body,
+)
+from pagedattn.serve.settings import ServeArgs
+from pagedattn.serve.wire import JsonAnswer, until_gone
+from pagedattn.version import __version__
+
+CLIENT_GONE = 499  # nobody reads it; nginx's number, for the access log
+
+router = APIRouter()
+Create = Callable[[Front, Any, str | None], Awaitable[Response]]
+
+
+def build_app(engine: ServedEngine, settings: ServeArgs | None = None) -> FastAPI:
+    """The application in front of `engine`; UserError for settings that can't be."""
+    settings = settings or ServeArgs()
+    docs = {} if not settings.disable_fastapi_docs else {"openapi_url": None}
+    app = FastAPI(
+        title="pagedattn", version=__version__, root_path=settings.root_path, **docs
+    )
+    app.state.front = front_for(engine, settings)
+    app.include_router(router)
+    app.add_exception_handler(HTTPException, _http_problem)
+    # The last added is outermost: refusals carry CORS headers, preflights need no key.
+    app.add_middleware(Gate, front=app.state.front, keys=settings.keys())
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=[REQUEST_ID],
+    )
+    return app
+
+
+async def _http_problem(http: Request, problem: Exception) -> Response:
+    error = as_api_error(problem)
+    headers = getattr(problem, "headers", None)
+    return JsonAnswer(error.body(), error.status, headers)
+
+
+def _front(http: Request) -> Front:
+    return http.app.state.front
+
+
+def _reads(model: type[Any]) -> dict[str, Any]:
+    """The body's schema for the API's own documentation."""
+    schema = model.model_json_schema(mode="validation")
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+async def _read(http: Request, model: type[Any]) -> Any:
+    limit = _front(http).settings.max_body_bytes
+    return parse(model, await read_body(http, limit))
+
+
+async def _generate(http: Request, model: type[Any], create: Create) -> Response:
+    """Read the body and answer it; the work is dropped if the client leaves."""
+    body = await _read(http, model)
+    header_id = http.headers.get(REQUEST_ID)
+    work = create(_front(http), body, header_id)
+    answer = await until_gone(http.receive, work)
+    return answer or Response(status_code=CLIENT_GONE)
+
+
+# Generation.
+@router.post("/v1/completions", openapi_extra=_reads(CompletionBody))
+async def create_completion(http: Request) -> Response:
+    """Continue prompts."""
+    return await _generate(http, CompletionBody, completions.create)
+
+
+@router.post("/v1/chat/completions", openapi_extra=_reads(ChatBody))
+async def create_chat_completion(http: Request) -> Response:
+    """Answer a conversation."""
+    return await _generate(http, ChatBody, chat.create)
+
+
+# Models.
+def _card(front: Front, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.started,
+        "owned_by": "pagedattn",
+        "root": front.engine.args.model or front.engine.model_name,
+        "parent": None,
+        "max_model_len": front.engine.config.max_model_len,
+        "permission": [],
+    }
+
+
+@router.get("/v1/models")
+async def list_models(http: Request) -> Response:
+    """One card for each name under which the model is served."""
+    front = _front(http)
+    cards = [_card(front, name) for name in front.names]
+    return JsonAnswer({"object": "list", "data": cards})
+
+
+@router.get("/v1/models/{name:path}")
+async def retrieve_model(http: Request, name: str) -> Response:
+    """The card of one name."""
+    front = _front(http)
+    return JsonAnswer(_card(front, front.model(name)))
+
+
+# Tokens.
+@router.post("/tokenize", openapi_extra=_reads(TokenizeBody))
+async def tokenize(http: Request) -> Response:
+    """The ids that a prompt, or messages, would be served as."""
+    body = await _read(http, TokenizeBody)
+    front = _front(http)
+    front.model(body.model)
+    if body.messages is not None:
+        ids = (await chat_prompt(front, body)).ids
+    else:
+        special = body.add_special_tokens is not False
+        ids = await plain_ids(front, body.prompt, special)
+    token = front.tokenizer.token
+    return JsonAnswer(
+        {
+            "count": len(ids),
+            "max_model_len": front.engine.config.max_model_len,
+            "tokens": ids,
+            "token_strs": [token(i) for i in ids] if body.return_token_strs else None,
+        }
+    )
+
+
+@router.post("/detokenize", openapi_extra=_reads(DetokenizeBody))
+async def detokenize(http: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    body = await _read(http, DetokenizeBody)
+    front = _front(http)
+    front.model(body.model)
+    text = front.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return JsonAnswer({"prompt": text})
+
+
+# Operation.
+@router.get("/health")
+async def health(http: Request) -> Response:
+    """200 while requests can be served, 503 once the engine or the server ends."""
+    front = _front(http)
+    well = front.engine.is_running and not front.draining
+    return Response(status_code=200 if well else 503)
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(http: Request) -> Response:
+    """The same as `/health`."""
+    return await health(http)
+
+
+@router.get("/version")
+async def version() -> Response:
+    """This package's version."""
+    return JsonAnswer({"version": __version__})
+
+
+@router.get("/load")
+async def load(http: Request) -> Response:
+    """How many posted requests are being worked on."""
+    return JsonAnswer({"server_load": _front(http).in_flight})
+
+
+@router.get("/metrics")
+async def metrics(http: Request) -> Response:
+    """Prometheus' text exposition."""
+    content = _front(http).engine.metrics.render()
+    return Response(content, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,192 @@
+"""`/v1/chat/completions`: messages in, a message out, whole or as a stream.
+
+Knows the shape of OpenAI's chat objects; `prompts` makes the prompt. Knows nothing of
+sockets or schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+
+from pagedattn.request import (
+    CompletionOutput,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from pagedattn.serve.completions import failed_if_error, says_nothing
+from pagedattn.serve.front import (
+    FIRST_WAIT,
+    Call,
+    Front,
+    Prompt,
+    Tally,
+    sampling_values,
+)
+from pagedattn.serve.logprobs import chat_logprobs, namer, prompt_logprobs
+from pagedattn.serve.problems import as_api_error
+from pagedattn.serve.prompts import chat_prompt, last_text
+from pagedattn.serve.protocol import ChatBody
+from pagedattn.serve.wire import (
+    DONE,
+    EventStream,
+    JsonAnswer,
+    Opened,
+    frame,
+    gather_lasts,
+    opened,
+)
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Turns outputs into choices, whole or as deltas; counts what was used."""
+
+    front: Front
+    body: ChatBody
+    prompt: Prompt
+    role: str
+    tally: Tally = field(default_factory=Tally)
+    started: set[int] = field(default_factory=set)
+
+    def choice(self, out: CompletionOutput) -> dict[str, Any]:
+        """Everything of a choice but its text."""
+        failed_if_error(out.finish_reason)
+        choice: dict[str, Any] = {"index": out.index, "logprobs": self._logprobs(out)}
+        choice["finish_reason"] = out.finish_reason
+        choice["stop_reason"] = out.stop_reason
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(out.token_ids)
+        return choice
+
+    def _logprobs(self, out: CompletionOutput) -> dict[str, Any] | None:
+        if not self.body.logprobs or not out.token_ids:
+            return None
+        tokenizer = self.front.tokenizer
+        name = namer(tokenizer, bool(self.body.return_tokens_as_token_ids))
+        positions = out.logprobs or []
+        top = self.body.top_logprobs or 0
+        return chat_logprobs(out.token_ids, positions, top, name, tokenizer)
+
+    @property
+    def echoed(self) -> str:
+        """The text that answers begin with: with `echo`, the message they continue."""
+        return last_text(self.body.messages, self.role) if self.body.echo else ""
+
+    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """What the answer tells of its prompt, if it was asked."""
+        fields: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self.body.return_prompt_text:
+            fields["prompt_text"] = self.prompt.text
+        if self.body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                output.prompt_logprobs, self.front.tokenizer
+            )
+        return fields
+
+
+def _sampling(front: Front, body: ChatBody) -> SamplingParams:
+    values = sampling_values(front, body)
+    default = values.pop("max_tokens", None)
+    asked = body.max_completion_tokens
+    if asked is None:
+        asked = body.max_tokens
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(
+        **values,
+        max_tokens=default if asked is None else asked,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        output_kind=kind,
+    )
+
+
+async def create(front: Front, body: ChatBody, header_id: str | None) -> Response:
+    """Answer a chat request; ApiError or UserError if it can't be."""
+    call = front.open_call("chatcmpl", body, header_id)
+    params = _sampling(front, body)
+    prompt = await chat_prompt(front, body)
+    writer = _Writer(front, body, prompt, front.settings.response_role)
+    stream = front.generate(call, body, [prompt], params)
+    if body.stream:
+        source = await opened(stream, FIRST_WAIT)
+        return EventStream(_frames(call, writer, source), source)
+    try:
+        (output,) = await gather_lasts(stream, 1)
+    finally:
+        await stream.aclose()
+    return JsonAnswer(_whole(call, writer, output))
+
+
+# The whole answer.
+def _whole(call: Call, writer: _Writer, output: RequestOutput) -> dict[str, Any]:
+    writer.tally.add(0, output)
+    outputs = sorted(output.outputs, key=lambda out: out.index)
+    return {
+        "id": call.id,
+        "object": "chat.completion",
+        "created": call.created,
+        "model": call.model,
+        "choices": [_message(writer, out) for out in outputs],
+        "usage": writer.tally.usage(),
+        **writer.prompt_fields(output),
+    }
+
+
+def _message(writer: _Writer, out: CompletionOutput) -> dict[str, Any]:
+    text = writer.echoed + out.text
+    message = {"role": writer.role, "content": text, "refusal": None}
+    return {**writer.choice(out), "message": message}
+
+
+# The stream.
+async def _frames(
+    call: Call, writer: _Writer, source: Opened[tuple[int, RequestOutput]]
+) -> AsyncGenerator[bytes, None]:
+    head = {"id": call.id, "object": "chat.completion.chunk", "created": call.created}
+    head["model"] = call.model
+    try:
+        async for _, output in source:
+            for chunk in _chunks(writer, output):
+                yield frame({**head, **chunk})
+        if writer.body.include_usage:
+            yield frame({**head, "choices": [], "usage": writer.tally.usage()})
+    except Exception as problem:
+        yield frame(as_api_error(problem).body())
+    yield DONE
+
+
+def _chunks(writer: _Writer, output: RequestOutput) -> list[dict[str, Any]]:
+    """What one output adds to the stream: a choice's first chunk names the role."""
+    chunks = []
+    writer.tally.add(0, output, generated=False)
+    for out in output.outputs:
+        if out.index not in writer.started:
+            chunks.append(_first(writer, output, out.index))
+            writer.started.add(out.index)
+    writer.tally.add(0, output)
+    for out in output.outputs:
+        choice = writer.choice(out)
+        if not says_nothing(choice, out.text, writer.body.continuous_usage):
+            choice["delta"] = {"content": out.text}
+            chunks.append({"choices": [choice], **_usage(writer)})
+    return chunks
+
+
+def _first(writer: _Writer, output: RequestOutput, index: int) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+    choice["delta"] = {"role": writer.role, "content": writer.echoed}
+    fields = {} if writer.started else writer.prompt_fields(output)
+    return {"choices": [choice], **_usage(writer), **fields}
+
+
+def _usage(writer: _Writer) -> dict[str, Any]:
+    """A chunk's usage: counted so far, or null until the last, or left out."""
+    if writer.body.continuous_usage:
+        return {"usage": writer.tally.usage()}
+    return {"usage": None} if writer.body.include_usage else {}

@@ -1,0 +1,161 @@
+"""The command line: `pagedattn serve [MODEL]`, `pagedattn download-kernels`.
+
+Knows flags, exit codes and the banner. A mistake is one line on stderr and exit code
+2, whatever stopped the start one line and 1; tracebacks only with --log-level debug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from pagedattn.config import EngineArgs, add_flags, args_from
+from pagedattn.errors import UserError
+from pagedattn.serve.settings import ServeArgs, add_serve_flags, serve_args_from
+from pagedattn.version import __version__
+
+log = logging.getLogger("pagedattn")
+
+INTERRUPTED = 130  # what shells expect after Ctrl-C
+MISTAKE, FAILED = 2, 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    parser = build_parser()
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    debug = getattr(args, "log_level", "") == "debug"
+    try:
+        return args.command(args)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED, False)
+    except UserError as problem:
+        return _fail(str(problem), MISTAKE, debug)
+    except Exception as problem:
+        return _fail(f"{type(problem).__name__}: {problem}", FAILED, debug)
+
+
+def _fail(message: str, code: int, traceback: bool) -> int:
+    if traceback:
+        log.exception("traceback")
+    print(f"pagedattn: error: {message}", file=sys.stderr)
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `command`, a function of the namespace."""
+    parser = argparse.ArgumentParser("pagedattn", description="Serve language models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, OpenAI's protocol",
+        description="Serve a model over HTTP. With no model named: SmolLM2-135M.",
+    )
+    serve.add_argument(
+        "named", nargs="?", metavar="MODEL", help="folder, hub id or .gguf file"
+    )
+    add_flags(serve)
+    add_serve_flags(serve)
+    serve.set_defaults(command=_serve)
+    kernels = commands.add_parser(
+        "download-kernels", help="compile the CPU kernels into the user's cache now"
+    )
+    kernels.set_defaults(command=_compile_kernels)
+    return parser
+
+
+def settings_from(args: argparse.Namespace) -> tuple[EngineArgs, ServeArgs]:
+    """Both kinds of settings; UserError if MODEL and --model disagree."""
+    if args.named is not None and args.model not in (None, args.named):
+        raise UserError(
+            f"MODEL={args.named!r} and --model {args.model!r} disagree.", "model"
+        )
+    args.model = args.named or args.model
+    return args_from(args), serve_args_from(args)
+
+
+# Serving: take the port, load the model, say so, serve.
+def _serve(args: argparse.Namespace) -> int:
+    engine_args, settings = settings_from(args)
+    _set_up_logging(settings.log_level)
+    # While weights load, which leaves the interpreter free, the web part is imported.
+    web = threading.Thread(target=import_module, args=("pagedattn.serve.app",))
+    web.start()
+    from pagedattn.serve.server import Server, listen, url_of
+
+    with listen(settings.host, settings.port) as bound:
+        from pagedattn.async_engine import AsyncEngine
+
+        engine = AsyncEngine.from_args(engine_args, show_progress=sys.stderr.isatty())
+        try:
+            web.join()
+            from pagedattn.serve.app import build_app
+
+            app = build_app(engine, settings)
+            server = Server(app, not engine_args.disable_log_stats)
+            print(banner(engine.facts, app.state.front.names, url_of(bound)))
+            sys.stdout.flush()
+            server.run(sockets=[bound])
+        finally:
+            engine.shutdown()
+    return 0
+
+
+def _set_up_logging(level: str) -> None:
+    form = "%(levelname)s %(asctime)s %(name)s: %(message)s"
+    logging.basicConfig(format=form, datefmt="%m-%d %H:%M:%S")
+    log.setLevel(level.upper())
+
+
+def banner(facts: dict[str, str], names: list[str], url: str) -> str:
+    """What a start says: the model, how it runs, its pool, and how to ask it."""
+    blocks, size = int(facts["num_gpu_blocks"]), int(facts["block_size"])
+    length = int(facts["max_model_len"])
+    cache = int(facts["kv_cache_bytes"]) / (1 << 30)
+    body = (
+        f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hi"}}]}}'
+    )
+    rows = (
+        ("model", f"{', '.join(names)} ({facts['architecture']})"),
+        ("dtype", facts["dtype"]),
+        ("linear layers", f"{facts['linear']}, {facts['threads']} threads"),
+        (
+            "KV pool",
+            f"{blocks} blocks of {size} tokens, {blocks * size} ({cache:.1f} GiB)",
+        ),
+        ("longest request", f"{length} tokens"),
+        ("concurrency", f"{blocks * size / length:.1f} requests at full length"),
+        ("address", url),
+    )
+    lines = [f"pagedattn {__version__}", *(f"  {k:16} {v}" for k, v in rows)]
+    curl = f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+    return "\n".join([*lines, f"{curl} -d '{body}'"])
+
+
+# Kernels.
+def _compile_kernels(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from pagedattn.kernels import cpu
+
+    with tqdm(desc="Kernels") as bar:
+
+        def show(name: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_postfix_str(name, refresh=False)
+            bar.update(done - bar.n)
+
+        cpu.compile_all(show)
+    print(f"kernels are in {cpu.cache_dir()}")
+    return 0
+
+
+def parse(argv: Sequence[str]) -> dict[str, Any]:
+    """The flags of one command line as a dict, for tests and the book."""
+    return vars(build_parser().parse_args(argv))

@@ -1,0 +1,95 @@
+"""What stands before every route: keys, request ids, the count, the last resort.
+
+Knows ASGI and the list of open paths; everything else needs a key where keys are set.
+Knows nothing of what the routes do.
+"""
+
+from __future__ import annotations
+
+import hmac
+import uuid
+from collections.abc import Iterable
+from hashlib import sha256
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagedattn.serve.front import Front
+from pagedattn.serve.problems import ApiError, as_api_error
+from pagedattn.serve.protocol import LONGEST_ID
+from pagedattn.serve.wire import JsonAnswer
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+REQUEST_ID = "x-request-id"
+
+
+class Gate:
+    """ASGI middleware: refuse, count, name, and turn every failure into JSON."""
+
+    def __init__(self, app: ASGIApp, front: Front, keys: Iterable[str]) -> None:
+        self._app, self._front = app, front
+        self._keys = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reply = _Reply(send, _request_id(Headers(scope=scope)))
+        try:
+            self._admit(scope)
+            await self._count(scope, receive, reply)
+        except Exception as problem:
+            error = as_api_error(problem)
+            if reply.started:
+                raise
+            headers = {"Retry-After": "1"} if error.status == 503 else None
+            answer = JsonAnswer(error.body(), error.status, headers)
+            await answer(scope, receive, reply)
+
+    def _admit(self, scope: Scope) -> None:
+        """Raise 401 without a key, 503 for new work while the server shuts down."""
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return
+        if self._keys and not self._opens(Headers(scope=scope)):
+            raise ApiError(401, "A valid API key is needed.")
+        if self._front.draining and scope["method"] == "POST":
+            raise ApiError(503, "The server is shutting down.")
+
+    def _opens(self, headers: Headers) -> bool:
+        """Whether a header holds one of the keys; every key is compared, in full."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = sha256(given.strip().encode()).digest()
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        return any(matches)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; work that was posted counts until it is answered."""
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        self._front.in_flight += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._front.in_flight -= 1
+
+
+class _Reply:
+    """`send` that names the request and remembers whether the answer has begun."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self._id = send, request_id
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            MutableHeaders(scope=message)[REQUEST_ID] = self._id
+        await self._send(message)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's id, cut to a sane length, or a new one."""
+    return headers.get(REQUEST_ID, "")[:LONGEST_ID] or uuid.uuid4().hex

@@ -1,0 +1,117 @@
+"""One process that serves: its socket, its signals, its log lines.
+
+Knows uvicorn and the order of starting and stopping. The first SIGTERM or Ctrl-C
+refuses new work and lets the running finish; the second ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from pagedattn.errors import UserError
+from pagedattn.serve.front import Front
+from pagedattn.serve.settings import ServeArgs
+
+log = logging.getLogger("pagedattn.serve")
+
+STATS_EVERY = 10.0  # seconds between log lines of statistics
+FLUSH = 5.0  # seconds that the last bytes of answers get to leave
+NO_CLOSE = 0.05  # seconds between looks at what is still in flight
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, taken before the model is loaded; UserError if it can't be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as problem:
+        raise UserError(
+            f"can't listen on {host}:{port}: {problem.strerror}. "
+            "Choose another with --host and --port.",
+            "port",
+        ) from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address that clients use."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a signal drains, the process ends with 0, statistics are logged."""
+
+    def __init__(self, app: FastAPI, log_stats: bool) -> None:
+        self.front: Front = app.state.front
+        super().__init__(_uvicorn_config(app, self.front.settings))
+        self._log_stats = log_stats
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; uvicorn's, and the statistics."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self._log_stats:
+            self._tasks.append(asyncio.create_task(self._statistics()))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came: drain, or if that is under way already, end."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
+
+    def _stop(self, name: str) -> None:
+        timeout = 0.0 if self.front.draining else self.front.settings.shutdown_timeout
+        log.info("%s: running requests get %g s", name, timeout)
+        self.front.draining = True
+        self._tasks.append(asyncio.create_task(self._drain(timeout)))
+
+    async def _drain(self, timeout: float) -> None:
+        try:
+            await self.front.engine.drain(timeout)
+            async with asyncio.timeout(FLUSH):
+                while self.front.in_flight:
+                    await asyncio.sleep(NO_CLOSE)
+        except Exception as problem:  # whatever happens, the process must end
+            log.warning("shutting down with requests left: %r", problem)
+        self.should_exit = True
+
+    async def _statistics(self) -> None:
+        while True:
+            await asyncio.sleep(STATS_EVERY)
+            line = self.front.engine.metrics.line(STATS_EVERY)
+            if line is not None:
+                log.info(line)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close; uvicorn's, and our tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await super().shutdown(sockets)
+
+
+def _uvicorn_config(app: FastAPI, settings: ServeArgs) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level=settings.uvicorn_log_level,
+        access_log=not settings.disable_uvicorn_access_log,
+        timeout_graceful_shutdown=int(FLUSH),
+        lifespan="off",
+        server_header=False,
+        ws="none",
+    )

@@ -1,0 +1,127 @@
+"""The server's own settings, beside the engine's: where, for whom, how long.
+
+Knows flags, their defaults and their meanings; nothing of models or requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pagedattn.config import setting
+from pagedattn.errors import UserError
+
+KEY_VARIABLES = ("PAGEDATTN_API_KEY", "VLLM_API_KEY")
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(slots=True)
+class ServeArgs:
+    """What `pagedattn serve` takes beside `EngineArgs`."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: every interface")
+    port: int = setting(8000, "port to listen on; 0: any free one")
+    api_key: list[str] | None = setting(
+        None,
+        "a key that clients must send; may be given several times "
+        f"(or the environment's {' or '.join(KEY_VARIABLES)})",
+    )
+    allowed_origins: tuple[str, ...] = setting(("*",), 'CORS origins, as JSON: ["*"]')
+    allowed_methods: tuple[str, ...] = setting(("*",), "CORS methods, as JSON")
+    allowed_headers: tuple[str, ...] = setting(("*",), "CORS request headers, as JSON")
+    allow_credentials: bool = setting(False, "CORS: allow credentials")
+    root_path: str = setting("", "path prefix that a proxy in front takes away")
+    chat_template: str | None = setting(
+        None, "a file with, or the text of, a jinja chat template"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "let requests bring their own chat_template (sandboxed, not timed)"
+    )
+    response_role: str = setting("assistant", "role of the answers in chats")
+    max_body_bytes: int = setting(16 << 20, "largest request body")
+    shutdown_timeout: float = setting(
+        30.0, "seconds that running requests get after SIGTERM or Ctrl-C"
+    )
+    log_level: str = setting("info", "how much this package logs", choices=LEVELS)
+    uvicorn_log_level: str = setting(
+        "info", "how much uvicorn logs", choices=(*LEVELS, "trace")
+    )
+    disable_uvicorn_access_log: bool = setting(False, "no log line per HTTP request")
+    disable_fastapi_docs: bool = setting(False, "no /docs, /redoc and /openapi.json")
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(
+                    f"{name} must be in [{low:g}, {high:g}], got {value}.", name
+                )
+        if any(not key for key in self.api_key or []):
+            raise UserError("api_key must not be empty.", "api_key")
+
+    def keys(self, environ: Mapping[str, str] = os.environ) -> list[str]:
+        """The keys that open the API; none: it is open to all."""
+        found = [environ[v] for v in KEY_VARIABLES if environ.get(v)]
+        return self.api_key or found
+
+
+_RANGES = (
+    ("port", 0, 65_535),
+    ("max_body_bytes", 1_024, 1 << 32),
+    ("shutdown_timeout", 0.0, 86_400.0),
+)
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each setting above; booleans also get their --no- form."""
+    group = parser.add_argument_group("server")
+    for f in fields(ServeArgs):
+        text = f"{f.metadata['help']} (default: {f.default})"
+        options: dict[str, Any] = {"default": f.default, "help": text, "dest": f.name}
+        if f.metadata["choices"]:
+            options["choices"] = f.metadata["choices"]
+        kind = str(f.type)
+        if kind == "bool":
+            options["action"] = argparse.BooleanOptionalAction
+        elif f.name == "api_key":
+            options["action"] = "append"
+        elif kind.startswith("tuple"):
+            options["type"] = _strings
+        elif kind in ("int", "float"):
+            options["type"] = {"int": int, "float": float}[kind]
+        group.add_argument("--" + f.name.replace("_", "-"), **options)
+
+
+def _strings(text: str) -> tuple[str, ...]:
+    """A JSON list of strings, or one bare string."""
+    if not text.startswith("["):
+        return (text,)
+    items = json.loads(text)
+    if not all(isinstance(item, str) for item in items):
+        raise ValueError(text)
+    return tuple(items)
+
+
+def serve_args_from(namespace: argparse.Namespace) -> ServeArgs:
+    """The `ServeArgs` of a parsed command line; other names in it are left alone."""
+    return ServeArgs(**{f.name: getattr(namespace, f.name) for f in fields(ServeArgs)})
+
+
+def read_template(value: str | None) -> str | None:
+    """The template's text: a file's, or `value` itself where it looks like jinja."""
+    if value is None:
+        return None
+    path = Path(value)
+    if "\n" not in value and len(value) < 4096 and path.is_file():
+        return path.read_text(encoding="utf-8")
+    if "{" in value and "}" in value:
+        return value
+    raise UserError(
+        f"chat_template={value!r} is neither a file nor a jinja template.",
+        "chat_template",
+    )

@@ -1,0 +1,155 @@
+"""Models for tests: exact ones, whose every token proves that the cache was right.
+
+`HashModel` runs in the real runner through real batches and block tables, in int64:
+its next token depends on every earlier token, in order, at its position. Any block
+that was lost, shared wrongly, read late or written twice changes what it says. Built
+in chapter 05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedattn.cache.tables import LayerGroup
+from pagedattn.model.batch import Batch, LayerCache
+from pagedattn.request import Request
+from pagedattn.runner import Runner
+from pagedattn.sampling.sampler import sample
+from pagedattn.sampling.state import SampleState
+
+VOCABULARY = 1 << 16
+CANDIDATES = 4  # tokens with a chance at each position, for sampling tests
+POISON = 0x5EED_DEAD_5EED_DEAD
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: uint64 -> uint64, every bit of x moves half the bits."""
+    x = np.asarray(x, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def embed(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """H(token, position), what layer one stores."""
+    return mix(tokens.astype(np.uint64) * np.uint64(1 << 32) + positions + np.uint64(1))
+
+
+def attend(values: np.ndarray) -> np.uint64:
+    """H(values, in order), what a layer makes of all that its attention read."""
+    order = np.arange(1, len(values) + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        return mix(mix(values + order).sum(dtype=np.uint64) + np.uint64(len(values)))
+
+
+def hash_logits(hidden: np.ndarray) -> Tensor:
+    """Logits [R, VOCABULARY] in which each of `hidden` names its few candidates."""
+    logits = torch.full((len(hidden), VOCABULARY), -1e4)
+    for row, h in enumerate(hidden):
+        for rank in range(CANDIDATES):
+            token = int(mix(h + np.uint64(rank))) % VOCABULARY
+            logits[row, token] = 4.0 - rank
+    return logits
+
+
+@dataclass(frozen=True, slots=True)
+class HashSpec:
+    """What the engine must know of a `HashModel`."""
+
+    windows: tuple[int, int] = (0, 0)
+    vocab_size: int = VOCABULARY
+
+
+class HashModel:
+    """Two layers of attention over hashes; `windows` as any model's."""
+
+    def __init__(self, windows: tuple[int, int] = (0, 0)) -> None:
+        self.spec = HashSpec(windows)
+
+    def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
+        """Hashes [T] int64: what layer two read at each token."""
+        values = embed(batch.ids.numpy(), batch.positions.numpy().astype(np.uint64))
+        for cache, window in zip(caches, self.spec.windows, strict=True):
+            keys = cache.k.numpy().view(np.uint64)  # [slots]
+            keys[batch.slots[cache.group].numpy()] = values
+            values = self._layer(batch, cache, keys, window)
+        return torch.from_numpy(values.view(np.int64))
+
+    def _layer(
+        self, batch: Batch, cache: LayerCache, keys: np.ndarray, window: int
+    ) -> np.ndarray:
+        block_size = len(keys) // cache.v.numel()
+        read = []
+        for s, (begin, end) in enumerate(pairwise(batch.query_starts.tolist())):
+            table = batch.tables[cache.group, s].numpy().astype(np.int64)
+            for position in batch.positions[begin:end].tolist():
+                first = max(0, position + 1 - window) if window else 0
+                p = np.arange(first, position + 1)
+                slots = table[p // block_size] * block_size + p % block_size
+                read.append(attend(keys[slots]))
+        return np.array(read, dtype=np.uint64)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, VOCABULARY] of hashes [R]."""
+        return hash_logits(hidden.numpy().view(np.uint64))
+
+
+def hash_runner(
+    model: HashModel, groups: Sequence[LayerGroup], num_blocks: int, block_size: int
+) -> Runner:
+    """The real runner around a `HashModel`; its KV is one int64 for each slot."""
+
+    def new_cache() -> tuple[Tensor, Tensor]:
+        k = torch.full((num_blocks * block_size,), POISON, dtype=torch.int64)
+        return k, torch.empty(num_blocks)  # v only says how many blocks there are
+
+    return Runner(model, groups, block_size, new_cache)
+
+
+def naive_hidden(tokens: Sequence[int], windows: tuple[int, int]) -> np.ndarray:
+    """What `HashModel` computes at each position, with no cache and no blocks."""
+    values = embed(np.array(tokens), np.arange(len(tokens), dtype=np.uint64))
+    for window in windows:
+        first = [max(0, p + 1 - window) if window else 0 for p in range(len(tokens))]
+        values = np.array(
+            [attend(values[f : p + 1]) for p, f in enumerate(first)], dtype=np.uint64
+        )
+    return values
+
+
+def naive_generate(
+    request: Request, windows: tuple[int, int] = (0, 0)
+) -> tuple[list[int], str]:
+    """(output tokens, finish reason) of `request` alone, from its prompt: the truth."""
+    state = SampleState(
+        request.params,
+        request.seed,
+        VOCABULARY,
+        request.tokens[: request.prompt_len],
+        sibling=request.sibling,
+        eos_ids=request.eos_ids,
+        bad_words_ids=request.bad_words_ids,
+    )
+    alone = Request(
+        request.id,
+        request.tokens[: request.prompt_len],
+        request.params,
+        request.limit,
+        eos_ids=request.eos_ids,
+    )
+    while True:
+        hidden = naive_hidden(alone.tokens, windows)
+        token = sample(hash_logits(hidden[-1:]), [state])[0].token
+        assert token is not None
+        state.append(token)
+        alone.tokens.append(token)
+        ending = alone.ending()
+        if ending is not None:
+            return alone.tokens[alone.prompt_len :], ending[0]
