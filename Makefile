@@ -20,7 +20,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN     := $(VENV)/bin
 RUN     := $(BIN)/python -m
 UV      := $(shell command -v uv 2>/dev/null)
-INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(RUN) pip install --disable-pip-version-check)
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(RUN) pip install --no-compile --disable-pip-version-check)
 PACKAGE := pyproject.toml constraints.txt pagedattn/version.py
 pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
 

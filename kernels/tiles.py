@@ -27,7 +27,14 @@ WORD = ir.IntType(32)
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 INDEX = types.int64
 
-inline = njit(nogil=True, error_model="numpy", fastmath=MATH)
+# A part of a kernel: no wrappers for Python and C, which halve the compiler's speed.
+inline = njit(
+    nogil=True,
+    error_model="numpy",
+    fastmath=MATH,
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+)
 
 
 @intrinsic

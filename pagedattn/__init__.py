@@ -22,8 +22,7 @@ __all__ = [
     "__version__",
 ]
 
-
-_LAZY = {
+_ENGINE = {
     "LLM": "pagedattn.llm",
     "Engine": "pagedattn.engine",
     "AsyncEngine": "pagedattn.async_engine",
@@ -31,9 +30,9 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'pagedattn' has no attribute {name!r}")
+    if name not in _ENGINE:
+        raise AttributeError(f"module 'pagedattn' has no attribute {name!r}")
+    return getattr(import_module(_ENGINE[name]), name)
 
 
 def __dir__() -> list[str]:

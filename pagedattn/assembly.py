@@ -117,7 +117,7 @@ def sampling_defaults(args: EngineArgs, model: dict[str, Any]) -> dict[str, Any]
 
 
 def use_threads(wanted: int | None) -> int:
-    """Set the threads of both pools, torch's and ours; the physical cores by default."""
+    """Set both pools' threads, torch's and ours; the physical cores by default."""
     usable = len(psutil.Process().cpu_affinity()) if _has_affinity() else None
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     threads = wanted or min(cores, usable or cores)
@@ -142,7 +142,7 @@ def _plan_cache(
 ) -> tuple[EngineConfig, Scheduler]:
     free = psutil.virtual_memory().available
     per_block = block_bytes(groups, spec, args.block_size)
-    config = args.settle(spec.max_model_len, per_block, free)
+    config = args.settle(spec.max_model_len, per_block, free, len(groups))
     capacity = Scheduler(config, groups).tables.capacity()
     config = fit_length(args, config, capacity)
     return config, Scheduler(config, groups)

@@ -141,8 +141,11 @@ class EngineArgs:
                 "long_prefill_token_threshold",
             )
 
-    def settle(self, model_len: int, block_bytes: int, free_bytes: int) -> EngineConfig:
-        """Settle what is "auto", given the model's length and the bytes of one block.
+    def settle(
+        self, model_len: int, block_bytes: int, free_bytes: int, groups: int = 1
+    ) -> EngineConfig:
+        """Settle what is "auto", given the model's length, the bytes of one block and
+        the number of layer groups.
 
         The number of blocks includes the null block. Whether `max_model_len` fits
         the pool depends on the layer groups and is settled by `fit_length`.
@@ -153,10 +156,11 @@ class EngineArgs:
                 f"{model_len} tokens this model was made for.",
                 "max_model_len",
             )
+        length = self.max_model_len or model_len
         return EngineConfig(
             block_size=self.block_size,
-            num_blocks=self._num_blocks(block_bytes, free_bytes),
-            max_model_len=self.max_model_len or model_len,
+            num_blocks=self._num_blocks(length * groups, block_bytes, free_bytes),
+            max_model_len=length,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             prefix_caching=self.enable_prefix_caching,
@@ -167,14 +171,17 @@ class EngineArgs:
             max_logprobs=self.max_logprobs,
         )
 
-    def _num_blocks(self, block_bytes: int, free_bytes: int) -> int:
+    def _num_blocks(self, longest: int, block_bytes: int, free_bytes: int) -> int:
         if self.num_gpu_blocks_override is not None:
             return self.num_gpu_blocks_override
         size = self.kv_cache_memory_bytes
         if size is None:
             size = int(free_bytes * (self.gpu_memory_utilization or CPU_KV_SHARE))
             if self.gpu_memory_utilization is None:
-                size = min(size, LARGEST_AUTO_KV)
+                # Small models: no more than every sequence at full length could use.
+                useful = self.max_num_seqs * (longest + self.block_size)
+                useful = useful // self.block_size * block_bytes
+                size = min(size, LARGEST_AUTO_KV, max(useful, 2 * block_bytes))
         blocks = size // block_bytes
         if blocks < 2:
             raise UserError(

@@ -141,7 +141,8 @@ class LLM:
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise UserError(
-                f"sampling_params has {len(params)} entries for {len(prompts)} prompts.",
+                f"sampling_params has {len(params)} entries "
+                f"for {len(prompts)} prompts.",
                 "sampling_params",
             )
         return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]

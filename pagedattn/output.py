@@ -33,7 +33,7 @@ def scores_from(data: Any, tokenizer: Tokenizer | None) -> Scores:
     """{token id: Logprob} of one position: the most likely ones and the token's own."""
     ranked = zip(data.top_ids.tolist(), data.top_logprobs.tolist(), strict=True)
     found = {i: (value, rank) for rank, (i, value) in enumerate(ranked, 1)}
-    found[data.token] = (data.logprob, data.rank)
+    found[data.token] = (data.logprob, int(data.rank))
     return {
         i: Logprob(value, rank, _piece(tokenizer, i))
         for i, (value, rank) in found.items()

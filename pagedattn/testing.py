@@ -1,4 +1,5 @@
-"""Models for tests: exact ones, whose every token proves that the cache was right.
+"""Models for tests: an exact one, whose every token proves that the cache was right,
+and a tiny real one with a tokenizer.
 
 `HashModel` runs in the real runner through real batches and block tables, in int64:
 its next token depends on every earlier token, in order, at its position. Any block
@@ -8,20 +9,30 @@ in chapter 05.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from pagedattn.cache.tables import LayerGroup
+from pagedattn.cache.tables import LayerGroup, group_layers
+from pagedattn.config import EngineConfig
+from pagedattn.engine import Engine
+from pagedattn.intake import Intake
+from pagedattn.metrics import Metrics
 from pagedattn.model.batch import Batch, LayerCache
 from pagedattn.request import Request
 from pagedattn.runner import Runner
 from pagedattn.sampling.sampler import sample
 from pagedattn.sampling.state import SampleState
+from pagedattn.scheduler import Scheduler
 
 VOCABULARY = 1 << 16
 CANDIDATES = 4  # tokens with a chance at each position, for sampling tests
@@ -51,7 +62,7 @@ def attend(values: np.ndarray) -> np.uint64:
 
 def hash_logits(hidden: np.ndarray) -> Tensor:
     """Logits [R, VOCABULARY] in which each of `hidden` names its few candidates."""
-    logits = torch.full((len(hidden), VOCABULARY), -1e4)
+    logits = torch.full((len(hidden), VOCABULARY), -30.0)
     for row, h in enumerate(hidden):
         for rank in range(CANDIDATES):
             token = int(mix(h + np.uint64(rank))) % VOCABULARY
@@ -113,6 +124,21 @@ def hash_runner(
     return Runner(model, groups, block_size, new_cache)
 
 
+def hash_engine(
+    windows: tuple[int, int] = (0, 0), eos_ids: Sequence[int] = (), **config: Any
+) -> Engine:
+    """The real engine, token ids in and out, around a `HashModel`."""
+    settled = EngineConfig(**config)
+    groups = group_layers(windows)
+    scheduler = Scheduler(settled, groups)
+    capacity = scheduler.tables.capacity()
+    model = HashModel(windows)
+    runner = hash_runner(model, groups, settled.num_blocks, settled.block_size)
+    intake = Intake(settled, capacity, VOCABULARY, eos_ids, None)
+    metrics = Metrics("hash", settled.max_model_len, {})
+    return Engine(settled, scheduler, runner, intake, metrics)
+
+
 def naive_hidden(tokens: Sequence[int], windows: tuple[int, int]) -> np.ndarray:
     """What `HashModel` computes at each position, with no cache and no blocks."""
     values = embed(np.array(tokens), np.arange(len(tokens), dtype=np.uint64))
@@ -153,3 +179,94 @@ def naive_generate(
         ending = alone.ending()
         if ending is not None:
             return alone.tokens[alone.prompt_len :], ending[0]
+
+
+# A small real model on disk: random weights, a byte tokenizer, a chat template.
+SPECIALS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(
+    folder: Path, *, seed: int = 0, max_len: int = 512, eos: Sequence[int] = (257, 259)
+) -> Path:
+    """Write a seeded 2-layer Llama with spread logits and a byte-level tokenizer.
+
+    Ids 0 to 255 are bytes in GPT-2's alphabet order, then `SPECIALS`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder)
+    vocabulary = 256 + len(SPECIALS)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_len,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": list(eos), "bos_token_id": 256})
+    )
+    save_file(_tiny_weights(vocabulary, seed), folder / "model.safetensors")
+    return folder
+
+
+def _tiny_weights(vocabulary: int, seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(rows: int, width: int, gain: float = 1.0) -> Tensor:
+        return torch.randn(rows, width, generator=draw) * gain / width**0.5
+
+    weights = {
+        "model.embed_tokens.weight": random(vocabulary, 32, 6.0),
+        "model.norm.weight": torch.ones(32),
+        "lm_head.weight": random(vocabulary, 32, 3.0),
+    }
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        for name, rows, width in (
+            ("self_attn.q_proj", 32, 32),
+            ("self_attn.k_proj", 16, 32),
+            ("self_attn.v_proj", 16, 32),
+            ("self_attn.o_proj", 32, 32),
+            ("mlp.gate_proj", 64, 32),
+            ("mlp.up_proj", 64, 32),
+            ("mlp.down_proj", 32, 64),
+        ):
+            weights[f"{layer}{name}.weight"] = random(rows, width, 2.0)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}{name}.weight"] = torch.ones(32)
+    return weights
+
+
+def _write_tokenizer(folder: Path) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: i for i, character in enumerate(alphabet)}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(list(SPECIALS))
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<|bos|>",
+                "eos_token": "<|eos|>",
+                "chat_template": TEMPLATE,
+            }
+        )
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pagedattn.kernels import spec as kernels
 from tiny import (
     CONTEXT,
     VOCAB,
@@ -28,7 +29,6 @@ from tiny import (
 )
 
 from pagedattn.errors import NotSupported, UserError
-from pagedattn.kernels import spec as kernels
 from pagedattn.model import loader
 from pagedattn.model.families import FAMILIES, SUPPORTED, DecoderConfig, decoder_config
 from pagedattn.model.source import Source
@@ -68,7 +68,9 @@ CASES = {
             original_max_position_embeddings=32,
         ),
     ),
-    "llama linear": case("LlamaForCausalLM", rope_parameters=rope("linear", factor=4.0)),
+    "llama linear": case(
+        "LlamaForCausalLM", rope_parameters=rope("linear", factor=4.0)
+    ),
     "llama yarn": case(
         "LlamaForCausalLM",
         head_dim=32,
@@ -174,7 +176,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Source]]:
+def made(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Any, Source]]:
     """A case's transformers model and its folder, made once."""
     kept: dict[str, tuple[Any, Source]] = {}
 
@@ -237,7 +241,7 @@ def paged_step(
     return found
 
 
-# ---- Each feature moves the logits. A switch turns one off in the parsed configuration.
+# ---- Each feature moves the logits: one is switched off after parsing, weights kept.
 def off(**fields: Any) -> Change:
     return lambda c: replace(c, **fields)
 
@@ -551,7 +555,9 @@ def test_fields_that_change_the_computation_are_never_ignored(
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(UserError, match="hidden_size"):
-        decoder_config({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4})
+        decoder_config(
+            {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4}
+        )
 
 
 def test_a_vocabulary_larger_than_the_prompts_is_served_whole(made: Any) -> None:

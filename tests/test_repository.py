@@ -27,7 +27,10 @@ ROOMS = {
         *("text", "cache", "scheduler", "trace"),
     ),
     "data plane": ("kernels", "model", "sampling", "runner"),
-    "joins": ("engine", "output", "metrics", "parallel"),
+    "joins": (
+        *("engine", "assembly", "output", "metrics"),
+        *("llm", "async_engine", "parallel"),
+    ),
     "front door": ("",),
     "leaves": ("serve", "bench", "viz", "testing"),
 }
@@ -176,12 +179,13 @@ def module_level_mutables(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def changes(tree: ast.Module, name: str) -> Iterator[int]:
-    """Lines that change the object called `name` in place."""
+    """Lines inside functions that change the object called `name` in place."""
     methods = {
         *("add", "append", "clear", "discard", "extend", "insert", "pop"),
         *("popitem", "remove", "setdefault", "update"),
     }
-    for node in ast.walk(tree):
+    functions = (node for node in ast.walk(tree) if isinstance(node, Function))
+    for node in (inner for function in functions for inner in ast.walk(function)):
         match node:
             case ast.Subscript(ast.Name(id), ctx=ast.Store() | ast.Del()):
                 changed = id == name

@@ -95,6 +95,13 @@ def test_nucleus_of_a_wide_vocabulary(seed, spread, p):
         assert nucleus(np.exp(row - row.max()), p).tolist() == expected
 
 
+@pytest.mark.parametrize("n", [1, 2, 50, 2500, 4999])
+def test_first_of_a_wide_vocabulary(n):
+    row = np.random.default_rng(n).normal(0, 1, 5000).astype(np.float32)
+    for values in (row, np.round(row * 8) / 8):  # few ties, many ties
+        assert ranked(values, n).tolist() == in_order(values)[:n]
+
+
 def test_the_token_that_crosses_p_is_kept():
     """Known fault C39: probabilities .1 .2 .3 .4 and top_p .6 leave .3 and .4."""
     row = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()

@@ -12,6 +12,7 @@ from test_text import demo, demo_metadata, ids_of, tiny, tiny_metadata
 
 from pagedattn.errors import NotSupported, UserError
 from pagedattn.text.gguf import WORDS, build_tokenizer
+from pagedattn.text.pieces import byte_alphabet
 from pagedattn.text.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>"]
@@ -42,6 +43,12 @@ def transformers_demo(digits: bool) -> tokenizers.Tokenizer:
         convert_gguf_tokenizer,
     )
 
+    if digits:
+        library = tokenizers.Tokenizer.from_str(transformers_demo(False).to_str())
+        split = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+        both = [split, library.pre_tokenizer]
+        library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(both)
+        return library
     metadata = demo_metadata()
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     found = {
@@ -49,12 +56,7 @@ def transformers_demo(digits: bool) -> tokenizers.Tokenizer:
         for key, name in names.items()
         if f"tokenizer.{key}" in metadata
     }
-    library, _ = convert_gguf_tokenizer("llama", found)
-    if digits:
-        split = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-        both = [split, library.pre_tokenizer]
-        library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(both)
-    return library
+    return convert_gguf_tokenizer("llama", found)[0]
 
 
 # Text to ids.
@@ -107,17 +109,16 @@ def test_sentencepiece_round_trip(text: str) -> None:
 def test_sentencepiece_merges_follow_scores() -> None:
     tokens = [tiny().token(i) for i in tiny().encode("the cat sat la", False)]
     assert tokens == ["▁the", "▁cat", "▁sat", "▁la"]
-    best = {"the": 99.0, "▁th": 98.0}
-    keys = tiny_metadata()
-    scores = [
-        best.get(token, score)
-        for token, score in zip(
-            keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"], strict=True
-        )
-    ]
-    other = Tokenizer.from_gguf(tiny_metadata(scores=scores))
-    tokens = [other.token(i) for i in other.encode("the", False)]
-    assert tokens == ["▁th", "e"], "a cut of ▁th now comes before the end of ▁the"
+
+
+@pytest.mark.parametrize("best, want", [(4, ["ab", "c"]), (5, ["a", "bc"])])
+def test_sentencepiece_joins_what_scores_highest(best: int, want: list[str]) -> None:
+    tokens = ["<unk>", "a", "b", "c", "ab", "bc"]
+    changes = {"tokens": tokens, "token_type": [2, 1, 1, 1, 1, 1]}
+    changes |= {"scores": [float(i == best) for i in range(6)]}
+    changes |= {"add_space_prefix": False, "add_bos_token": False}
+    tokenizer = Tokenizer.from_gguf(tiny_metadata(**changes))
+    assert [tokenizer.token(i) for i in tokenizer.encode("abc")] == want
 
 
 def test_runs_of_spaces_stored_as_spaces_are_pieces() -> None:
@@ -155,11 +156,13 @@ def test_bos_default_of_each_kind() -> None:
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_every_pre_tokenizer_keeps_text(name: str) -> None:
     """Each pattern compiles and loses nothing; digits are cut as it says."""
-    tokenizer = Tokenizer.from_gguf(demo_metadata() | {"tokenizer.ggml.pre": name})
-    text = "I'll DON'T été  \n\n  x==y/ 12345 ½ 你好🦙\r\n HelloWorld"
-    assert tokenizer.decode(tokenizer.encode(text, False)) == text
-    library = build_tokenizer(demo_metadata() | {"tokenizer.ggml.pre": name})
-    words = [word for word, _ in library.pre_tokenizer.pre_tokenize_str("a 12345")]
+    keys = {"model": "gpt2", "pre": name, "tokens": list(byte_alphabet().values())}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    tokenizer = Tokenizer.from_gguf(metadata)
+    text = "I'll DON'T \u00e9t\u00e9  \n\n  x==y/ 12345 ½ 你好🦙\r\n HelloWorld"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    pre = build_tokenizer(metadata).pre_tokenizer
+    words = [word for word, _ in pre.pre_tokenize_str("a 12345")]
     digits = max(len(word.strip("Ġ")) for word in words[1:])
     single = WORDS[name].digits or name in ("qwen2", "deepseek-r1-qwen", "tekken")
     assert digits == (1 if single else 5 if WORDS[name].pattern is None else 3)

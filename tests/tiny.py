@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import transformers
+from pagedattn.kernels import spec as kernels
 from torch import Tensor
 
-from pagedattn.kernels import spec as kernels
 from pagedattn.model import loader
 from pagedattn.model.batch import Batch, LayerCache
 from pagedattn.model.decoder import Decoder
@@ -99,7 +99,9 @@ class Request:
 class Paged:
     """Runs a decoder through paged caches: shuffled block ids, a group per window."""
 
-    def __init__(self, model: Decoder, requests: int = 1, length: int = CONTEXT) -> None:
+    def __init__(
+        self, model: Decoder, requests: int = 1, length: int = CONTEXT
+    ) -> None:
         self.model = model
         spec = model.spec
         windows = sorted(set(spec.windows))
@@ -148,7 +150,7 @@ class Paged:
         return [pieces[i] for i in range(len(requests))]
 
     def logits(self, ids: list[int], chunks: list[int]) -> Tensor:
-        """Logits at every position of `ids`, computed in pieces of `chunks`, repeated."""
+        """Logits at every position of `ids`, in pieces of `chunks` tokens, repeated."""
         request, found, turn = Request(ids), [], 0
         while request.computed < len(ids):
             take = min(chunks[turn % len(chunks)], len(ids) - request.computed)

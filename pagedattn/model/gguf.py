@@ -7,11 +7,13 @@ memory once its tensors are packed. Knows nothing of decoders. Built in chapter 
 
 from __future__ import annotations
 
+import math
 import mmap
+import re
 import struct
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,11 @@ QUANTS = (
     "Q4_K", "Q5_K", "Q6_K",
 )  # fmt: skip
 # Rotary factors are read with the configuration, not as weights.
-HARMLESS = ("rope_freqs.weight",)
+HARMLESS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class TensorInfo:
 class Header:
     """Everything before the data: metadata as plain Python, tensors by name."""
 
+    path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
@@ -63,7 +70,7 @@ def read_header(path: str | Path) -> Header:
             raise UserError(f"{path} is not a GGUF file", "model")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                header = _Cursor(data, 4).header()
+                header = _Cursor(data, 4).header(Path(path))
             except struct.error as error:
                 raise UserError(f"{path} is cut short: {error}", "model") from error
     if header.metadata.get("split.count", 1) > 1:
@@ -83,7 +90,8 @@ class _Cursor:
         self.data = data
         self.at = at
 
-    def header(self) -> Header:
+    def header(self, path: Path) -> Header:
+        """The whole header, tensor offsets counted from the start of the file."""
         version, tensors, pairs = self.number("I"), self.number("Q"), self.number("Q")
         if version not in (2, 3):
             raise NotSupported(f"GGUF version {version} is not supported", "model")
@@ -95,7 +103,7 @@ class _Cursor:
             name: TensorInfo(info.shape, info.quant, start + info.offset)
             for name, info in infos.items()
         }
-        return Header(metadata, moved)
+        return Header(path, metadata, moved)
 
     def number(self, code: str) -> Any:
         (value,) = struct.unpack_from("<" + code, self.data, self.at)
@@ -152,6 +160,13 @@ _COMMON: Mapping[str, str] = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_QWEN_EXPERTS = _EXPERTS | {"moe_intermediate_size": "expert_feed_forward_length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,28 +174,63 @@ class Arch:
     """How a GGUF architecture maps to a family.
 
     `fields` come from the file as `_COMMON`'s do, `fixed` are what the format leaves
-    unsaid; `permuted` where query and key rows are stored for interleaved rotation.
+    unsaid. `permuted` where query and key rows are stored for interleaved rotation;
+    `large` is the layer count of a Gemma whose queries are scaled by its width.
     """
 
     architecture: str
-    fields: Mapping[str, str]
-    fixed: Mapping[str, Any]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
+    large: int | None = None
 
 
 ARCHS: Mapping[str, Arch] = {
-    "llama": Arch("LlamaForCausalLM", {}, {}, permuted=True),
-    "qwen2": Arch("Qwen2ForCausalLM", {}, {}),
-    "qwen3": Arch("Qwen3ForCausalLM", {}, {}),
+    "llama": Arch("LlamaForCausalLM", permuted=True),
+    "qwen2": Arch("Qwen2ForCausalLM"),
+    "qwen3": Arch("Qwen3ForCausalLM"),
+    "smollm3": Arch("SmolLM3ForCausalLM", permuted=True),
+    "gemma2": Arch("Gemma2ForCausalLM", _WINDOW | _CAPS, large=46),
     "gemma3": Arch(
         "Gemma3ForCausalLM",
+        _WINDOW | _CAPS | {"rope_local_base_freq": "rope.freq_base_swa"},
+        large=62,
+    ),
+    "phi3": Arch("Phi3ForCausalLM", _WINDOW),
+    "olmo2": Arch("Olmo2ForCausalLM", _WINDOW),
+    "granite": Arch(
+        "GraniteForCausalLM",
         {
-            "sliding_window": "attention.sliding_window",
-            "rope_local_base_freq": "rope.freq_base_swa",
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
         },
-        {},
+        permuted=True,
+    ),
+    "qwen2moe": Arch(
+        "Qwen2MoeForCausalLM",
+        _QWEN_EXPERTS
+        | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    ),
+    "qwen3moe": Arch(
+        "Qwen3MoeForCausalLM", _QWEN_EXPERTS, fixed={"norm_topk_prob": True}
     ),
 }
+# Mixtral files carry Llama's name and differ by having experts.
+_MIXTRAL = Arch("MixtralForCausalLM", _EXPERTS, permuted=True)
+
+
+def arch_of(meta: Mapping[str, Any]) -> Arch:
+    """The table entry for a file; NotSupported with the list where there is none."""
+    name = meta.get("general.architecture")
+    if name not in ARCHS:
+        known = ", ".join(ARCHS)
+        raise NotSupported(
+            f"GGUF architecture {name!r} is not supported; supported: {known}", "model"
+        )
+    experts = name == "llama" and meta.get("llama.expert_count")
+    return _MIXTRAL if experts else ARCHS[name]
 
 
 def config(header: Header) -> dict[str, Any]:
@@ -188,36 +238,75 @@ def config(header: Header) -> dict[str, Any]:
 
     Raises NotSupported naming an architecture or rope scaling that isn't built.
     """
-    meta = header.metadata
-    name = meta.get("general.architecture")
-    if name not in ARCHS:
-        raise NotSupported(
-            f"GGUF architecture {name!r} is not supported; supported: "
-            f"{', '.join(ARCHS)}",
-            "model",
-        )
-    arch = ARCHS[name]
-    fields = {**_COMMON, **arch.fields}
-    found = {field: meta.get(f"{name}.{key}") for field, key in fields.items()}
-    return {
+    meta, arch = header.metadata, arch_of(header.metadata)
+    name = meta["general.architecture"]
+    found = {
+        field: meta[f"{name}.{key}"]
+        for field, key in {**_COMMON, **arch.fields}.items()
+        if f"{name}.{key}" in meta
+    }
+    for key, value in found.items():
+        if isinstance(value, list):
+            raise NotSupported(f"GGUF with {key} per layer is not supported", "model")
+    found |= {
         "architectures": [arch.architecture],
-        **arch.fixed,
-        **{field: value for field, value in found.items() if value is not None},
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        **_rope(meta, name),
+        "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
+        **arch.fixed,
     }
+    head_dim = found.get(
+        "head_dim", found["hidden_size"] // found["num_attention_heads"]
+    )
+    if arch.large is not None:
+        large = found["num_hidden_layers"] == arch.large
+        width = found["hidden_size"] // found["num_attention_heads"]
+        found["query_pre_attn_scalar"] = width if large else head_dim
+    return found | _rope(header, name, found, head_dim)
 
 
-def _rope(meta: Mapping[str, Any], name: str) -> dict[str, Any]:
-    kind = meta.get(f"{name}.rope.scaling.type", "none")
-    if kind == "none":
-        return {}
-    if kind != "linear":
-        raise NotSupported(f"GGUF rope scaling {kind!r} is not supported", "model")
-    factor = meta[f"{name}.rope.scaling.factor"]
-    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+def _rope(
+    header: Header, name: str, found: Mapping[str, Any], head_dim: int
+) -> dict[str, Any]:
+    """Scaling and partial rotation, in config.json's older spelling."""
+    meta, key = header.metadata, f"{name}.rope."
+    turned = meta.get(key + "dimension_count", head_dim)
+    trained = meta.get(key + "scaling.original_context_length")
+    scaling: dict[str, Any] = {
+        "rope_type": meta.get(key + "scaling.type", "none"),
+        "factor": meta.get(key + "scaling.factor"),
+        "original_max_position_embeddings": trained,
+    }
+    if "rope_freqs.weight" in header.tensors:
+        scaling = _rope_factors(header, "rope_freqs", "rope_freqs", 1.0)
+    elif "rope_factors_long.weight" in header.tensors:
+        scale = meta.get(key + "scaling.attn_factor")
+        scaling |= _rope_factors(
+            header, "rope_factors_short", "rope_factors_long", scale
+        )
+    elif scaling["rope_type"] == "none":
+        scaling = {}
+    return {"rope_scaling": scaling, "partial_rotary_factor": turned / head_dim}
+
+
+def _rope_factors(
+    header: Header, short: str, long: str, scale: float | None
+) -> dict[str, Any]:
+    """One factor per pair of dimensions, from tensors of the file.
+
+    Llama 3 files hold what its scaling comes to, the same at every length.
+    """
+
+    def factors(name: str) -> list[float]:
+        return read_rows(header, f"{name}.weight").view(np.float32).ravel().tolist()
+
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors(short),
+        "long_factor": factors(long),
+        "attention_factor": scale,
+    }
 
 
 def generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,69 +327,84 @@ def generation_config(meta: Mapping[str, Any]) -> dict[str, Any]:
 _CHUNK = 1 << 18  # elements dequantised at a time: the scratch stays in cache
 
 
+def read_rows(header: Header, key: str, part: int | None = None) -> np.ndarray:
+    """Tensor `key` as stored, bytes [rows, bytes per row]; or part `part` of a stack.
+
+    Raises NotSupported naming a format that isn't read, UserError for a file that is
+    cut short.
+    """
+    info = header.tensors[key]
+    if info.quant not in QUANTS:
+        raise NotSupported(
+            f"{key} is stored as {info.quant}; supported: {', '.join(QUANTS)}", "model"
+        )
+    per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[_kind(info)]
+    width = info.shape[-1] // per_block * bytes_per_block
+    rows, offset = math.prod(info.shape[:-1]), info.offset
+    if part is not None:
+        rows //= info.shape[0]
+        offset += part * rows * width
+    raw = np.fromfile(header.path, np.uint8, rows * width, offset=offset)
+    if raw.size != rows * width:
+        raise UserError(f"{header.path} is cut short at {key}", "model")
+    return raw.reshape(rows, width)
+
+
+def _kind(info: TensorInfo) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[info.quant]
+
+
 class Tensors:
     """A file's tensors under Hugging Face names, dequantised as they are read."""
 
-    def __init__(self, path: str | Path, header: Header) -> None:
-        self.path = path
-        self.infos = header.tensors
+    def __init__(self, header: Header) -> None:
+        self.header = header
         self.keys: Collection[str] = header.tensors.keys()
-        name = header.metadata["general.architecture"]
-        self.permuted = ARCHS[name].permuted
-        self.heads = {
-            "q_proj": header.metadata[f"{name}.attention.head_count"],
-            "k_proj": header.metadata[f"{name}.attention.head_count_kv"],
-        }
+        meta = header.metadata
+        name = meta["general.architecture"]
+        counts = ("attention.head_count", "attention.head_count_kv")
+        q, k = (meta[f"{name}.{count}"] for count in counts)
+        permuted = arch_of(meta).permuted
+        self.permuted = {"q_proj": q, "k_proj": k} if permuted else {}
         kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
-        blocks = header.metadata[f"{name}.block_count"]
-        self.names = gguf.get_tensor_name_map(kind, blocks)
+        self.names = gguf.get_tensor_name_map(kind, meta[f"{name}.block_count"])
         self.pool = ThreadPoolExecutor(torch.get_num_threads())
 
     def key(self, name: str) -> str | None:
-        """The file's name for weight `name`, None if the file doesn't hold it."""
-        key = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
-        return key if key in self.infos else None
+        """The file's name for weight `name`, None if the file doesn't hold it.
+
+        The file stacks a layer's experts in one tensor.
+        """
+        stacked = _EXPERT.sub(".experts.", name)
+        key = self.names.get_name(stacked, try_suffixes=(".weight", ".bias"))
+        return key if key in self.header.tensors else None
 
     def read(self, name: str) -> Tensor:
         """Weight `name` as float32, query and key rows in Hugging Face's order."""
         key = self.key(name)
         assert key is not None
-        tensor = torch.from_numpy(self._dequantised(key))
-        heads = self.heads.get(name.split(".")[-2]) if self.permuted else None
+        info, expert = self.header.tensors[key], _EXPERT.search(name)
+        raw = read_rows(self.header, key, int(expert[1]) if expert else None)
+        shape = info.shape[1:] if expert else info.shape
+        tensor = torch.from_numpy(self._dequantised(raw, info)).reshape(shape)
+        heads = self.permuted.get(name.split(".")[-2])
         return tensor if heads is None else _unpermute(tensor, heads)
 
-    def _dequantised(self, key: str) -> np.ndarray:
-        info = self.infos[key]
-        if info.quant not in QUANTS:
-            raise NotSupported(
-                f"{key} is stored as {info.quant}; supported: {', '.join(QUANTS)}",
-                "model",
-            )
-        kind = gguf.GGMLQuantizationType[info.quant]
-        per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[kind]
-        width = info.shape[-1] // per_block * bytes_per_block
-        rows = int(np.prod(info.shape[:-1]))
-        raw = np.fromfile(self.path, np.uint8, rows * width, offset=info.offset)
-        if raw.size != rows * width:
-            raise UserError(f"{self.path} is cut short at {key}", "model")
-        if info.quant == "F32":
-            return raw.view(np.float32).reshape(info.shape)
-        return self._dequantise(raw.reshape(rows, width), kind).reshape(info.shape)
-
-
-    def _dequantise(
-        self, raw: np.ndarray, kind: gguf.GGMLQuantizationType
-    ) -> np.ndarray:
+    def _dequantised(self, raw: np.ndarray, info: TensorInfo) -> np.ndarray:
         """Rows of blocks -> rows of float32, in threads: numpy releases the GIL."""
-        per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[kind]
-        out = np.empty((len(raw), raw.shape[1] // bytes_per_block * per_block), "f4")
-        step = max(1, _CHUNK // out.shape[1])
+        if info.quant == "F32":
+            return raw.view(np.float32)
+        out = np.empty((len(raw), info.shape[-1]), np.float32)
+        step = max(1, _CHUNK // info.shape[-1])
 
-        def part(start: int) -> None:
-            out[start : start + step] = gguf.dequantize(raw[start : start + step], kind)
+        def part(at: int) -> None:
+            out[at : at + step] = gguf.dequantize(raw[at : at + step], _kind(info))
 
         list(self.pool.map(part, range(0, len(raw), step)))
         return out
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def _unpermute(tensor: Tensor, heads: int) -> Tensor:

@@ -145,7 +145,7 @@ def open_checkpoint(source: Source) -> tuple[DecoderConfig, Reader]:
     header = gguf.read_header(source.path)
     # A GGUF file's norm weights already hold Gemma's + 1.
     config = replace(decoder_config(gguf.config(header)), norm_offset=0.0)
-    return config, gguf.Tensors(source.path, header)
+    return config, gguf.Tensors(header)
 
 
 def build(
