@@ -34,16 +34,18 @@ from .tiles import (
     ROWS,
     TOKENS,
     dot_tile,
-    flat,
     inline,
     power_of_two,
+    prefetch,
     product_tile,
+    stretch,
     take_ticket,
 )
 
 CHUNK = 256  # decode: context tokens of one task; fixed, so neighbours change no result
 KEYS = 64  # prefill: context tokens that are copied and multiplied at a time
 QUERIES = 96  # prefill: (query, head) rows of one task
+LINE = 16  # floats in a cache line of 64 bytes
 SMALL = 8192  # elementwise kernels: below this many numbers a second thread costs more
 
 ZERO, HALF, ONE, TWO = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0))
@@ -171,19 +173,19 @@ def write_token(key, value, k_cache, v_cache, slots, t):
     """One token's keys and values, all heads."""
     _, kv_heads, block_size, dim = k_cache.shape
     block, offset = slots[t] // block_size, slots[t] % block_size
-    keys, values = flat(key), flat(value)
     for h in range(kv_heads):
-        k0 = row_start(key, t, h)
-        v0 = row_start(value, t, h)
+        k, v = head(key, t, h), head(value, t, h)
         for d in range(dim):
-            k_cache[block, h, offset, d] = keys[k0 + d]
-            v_cache[block, h, offset, d] = values[v0 + d]
+            k_cache[block, h, offset, d] = k[d]
+        for d in range(dim):
+            v_cache[block, h, offset, d] = v[d]
 
 
 @inline
-def row_start(x, t, h):
-    """Where x[t, h] starts in flat(x)."""
-    return (t * x.strides[0] + h * x.strides[1]) // x.itemsize
+def head(x, t, h):
+    """x[t, h] of an array whose last dimension is contiguous, known to be so."""
+    start = (t * x.strides[0] + h * x.strides[1]) // x.itemsize
+    return stretch(x, start, x.shape[2])
 
 
 # ------------------------------------------------------------------ decode attention
@@ -266,30 +268,46 @@ def attend_chunks(
 @inline
 def scale_queries(queries, q, t, h, scale):
     """queries[g] = scale * q[t, h + g]."""
-    numbers = flat(q)
     for g in range(len(queries)):
-        start = row_start(q, t, h + g)
-        for d in range(queries.shape[1]):
-            queries[g, d] = scale * numbers[start + d]
+        row = head(q, t, h + g)
+        for d in range(len(row)):
+            queries[g, d] = scale * row[d]
 
 
 @inline
 def scores(p, queries, k_cache, table, h, start, end):
     """p[g, t - start] = queries[g] . k[t] for the positions t from start to end."""
     _, kv_heads, block_size, dim = k_cache.shape
-    keys = flat(k_cache)
     t = start
     while t < end:
         offset = t % block_size
-        k0 = ((table[t // block_size] * kv_heads + h) * block_size + offset) * dim
+        k0 = place(k_cache, table, h, t)
         # A whole tile may reach over unused slots, but not over the end of the block.
         if dim % LANES == 0 and offset + TOKENS <= block_size:
-            score_tile(p, queries, keys, k0, t - start)
+            fetch_ahead(k_cache, table, h, t + block_size, end, TOKENS * dim)
+            score_tile(p, queries, k_cache, k0, t - start)
             t += TOKENS
         else:
             for g in range(len(queries)):
-                p[g, t - start] = dot(queries, g * dim, keys, k0, dim)
+                p[g, t - start] = dot(queries, g * dim, k_cache, k0, dim)
             t += 1
+
+
+@inline
+def place(cache, table, h, t):
+    """Where position t's row of KV head h starts in the cache's memory."""
+    _, kv_heads, block_size, dim = cache.shape
+    block, offset = table[t // block_size], t % block_size
+    return ((block * kv_heads + h) * block_size + offset) * dim
+
+
+@inline
+def fetch_ahead(cache, table, h, t, end, n):
+    """Ask for n numbers from position t on: blocks lie anywhere, so hardware can't."""
+    if t < end:
+        start = place(cache, table, h, t)
+        for d in range(0, n, LINE):
+            prefetch(cache, start + d)
 
 
 @inline
@@ -306,10 +324,10 @@ def score_tile(p, queries, keys, k0, column):
 @inline
 def dot(a, a0, b, b0, n):
     """Sum of a[a0 + d] * b[b0 + d], d < n, in flat memory."""
-    a, b = flat(a), flat(b)
+    a, b = stretch(a, a0, n), stretch(b, b0, n)
     total = ZERO
     for d in range(n):
-        total += a[a0 + d] * b[b0 + d]
+        total += a[d] * b[d]
     return total
 
 
@@ -331,16 +349,15 @@ def softmax_part(p, softcap):
 @inline
 def weigh(acc, p, v_cache, table, h, start, end):
     """acc[g] = sum of p[g, t - start] * v[t] over the positions t from start to end."""
-    _, kv_heads, block_size, dim = v_cache.shape
-    values = flat(v_cache)
+    block_size, dim = v_cache.shape[2:]
     t = start
     while t < end:
-        offset = t % block_size
-        n = min(block_size - offset, end - t)
-        v0 = ((table[t // block_size] * kv_heads + h) * block_size + offset) * dim
+        n = min(block_size - t % block_size, end - t)
+        fetch_ahead(v_cache, table, h, t + n, end, min(block_size, end - t - n) * dim)
+        v0 = place(v_cache, table, h, t)
         product(
-            len(acc), dim, n, p, t - start, p.shape[1], values, v0, dim,
-            acc, 0, dim, t > start,
+            len(acc), dim, n, p, t - start, p.shape[1], v_cache, v0, dim,
+            acc, 0, dim, t - start,
         )
         t += n
 
@@ -363,13 +380,14 @@ def product(rows, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc, keep):
 @inline
 def product_rest(rows, first, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc, keep):
     """product, for the columns from `first` on."""
-    a, b, c = flat(a), flat(b), flat(c)
     for i in range(rows):
+        row, sums = stretch(a, a0 + i * lda, depth), stretch(c, c0 + i * ldc, columns)
         for j in range(first, columns):
-            total = c[c0 + i * ldc + j] if keep else ZERO
+            column = stretch(b, b0 + j, depth * ldb)
+            total = sums[j] if keep else ZERO
             for k in range(depth):
-                total += a[a0 + i * lda + k] * b[b0 + k * ldb + j]
-            c[c0 + i * ldc + j] = total
+                total += row[k] * column[k * ldb]
+            sums[j] = total
 
 
 @inline
@@ -500,14 +518,15 @@ def attend_tile(
 @inline
 def copy_context(keys, values, k_cache, v_cache, table, h, start, n):
     """keys[t / 16, :, t % 16], values[t] = those of position start + t, for t < n."""
-    block_size, dim = k_cache.shape[2:]
+    dim = k_cache.shape[3]
     for t in range(n):
-        block, offset = table[(start + t) // block_size], (start + t) % block_size
-        panel, column = t // COLUMNS, t % COLUMNS
+        at = place(k_cache, table, h, start + t)
+        k, v = stretch(k_cache, at, dim), stretch(v_cache, at, dim)
+        column = stretch(keys, t // COLUMNS * dim * COLUMNS + t % COLUMNS, dim * COLUMNS)
         for d in range(dim):
-            keys[panel, d, column] = k_cache[block, h, offset, d]
+            column[d * COLUMNS] = k[d]
         for d in range(dim):
-            values[t, d] = v_cache[block, h, offset, d]
+            values[t, d] = v[d]
 
 
 @inline
@@ -547,16 +566,14 @@ def _rms_norm(out, x, weight, eps):
 @inline
 def norm_token(out, x, weight, eps, t):
     """RMSNorm of x[t, h] for every h."""
-    numbers, results = flat(x), flat(out)
-    dim = x.shape[2]
     for h in range(x.shape[1]):
-        x0, out0 = row_start(x, t, h), row_start(out, t, h)
+        row, result = head(x, t, h), head(out, t, h)
         total = ZERO
-        for d in range(dim):
-            total += numbers[x0 + d] * numbers[x0 + d]
-        factor = ONE / np.sqrt(total / np.float32(dim) + eps)
-        for d in range(dim):
-            results[out0 + d] = numbers[x0 + d] * factor * weight[d]
+        for d in range(len(row)):
+            total += row[d] * row[d]
+        factor = ONE / np.sqrt(total / np.float32(len(row)) + eps)
+        for d in range(len(row)):
+            result[d] = row[d] * factor * weight[d]
 
 
 @kernel(
@@ -589,26 +606,31 @@ def rotary(q, k, positions, cos_sin):
     """As spec.rotary."""
     if q.size < SMALL:
         for t in range(len(positions)):
-            rotate_token(q, cos_sin[positions[t]], t)
-            rotate_token(k, cos_sin[positions[t]], t)
+            rotate_token(q, k, cos_sin[positions[t]], t)
     else:
         for t in prange(len(positions)):
-            rotate_token(q, cos_sin[positions[t]], t)
-            rotate_token(k, cos_sin[positions[t]], t)
+            rotate_token(q, k, cos_sin[positions[t]], t)
 
 
 @inline
-def rotate_token(x, cos_sin, t):
+def rotate_token(q, k, cos_sin, t):
+    """One token's queries and keys."""
+    rotate_heads(q, cos_sin, t)
+    rotate_heads(k, cos_sin, t)
+
+
+@inline
+def rotate_heads(x, cos_sin, t):
     """Turn the pairs (d, d + half) of x[t, h] for every h."""
-    numbers = flat(x)
     half = len(cos_sin) // 2
+    cos, sin = stretch(cos_sin, 0, half), stretch(cos_sin, half, half)
     for h in range(x.shape[1]):
-        start = row_start(x, t, h)
+        row = head(x, t, h)
+        first, second = stretch(row, 0, half), stretch(row, half, half)
         for d in range(half):
-            cos, sin = cos_sin[d], cos_sin[half + d]
-            a, b = numbers[start + d], numbers[start + half + d]
-            numbers[start + d] = a * cos - b * sin
-            numbers[start + half + d] = b * cos + a * sin
+            a, b = first[d], second[d]
+            first[d] = a * cos[d] - b * sin[d]
+            second[d] = b * cos[d] + a * sin[d]
 
 
 @kernel("void(float32[:, ::1], float32[:, ::1])")
@@ -653,9 +675,10 @@ def gelu_row(out, gate_up):
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """As spec.rms_norm, for [rows, dim] or [tokens, heads, dim]."""
+    y, z = out.numpy(), x.numpy()
     if x.dim() == 2:
-        out, x = out.unsqueeze(1), x.unsqueeze(1)
-    _rms_norm(out, x, weight, eps)
+        y, z = y[:, None], z[:, None]
+    _rms_norm(y, z, weight, eps)
 
 
 def decode_attention(*args: Tensor | float | int) -> None:

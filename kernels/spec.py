@@ -54,7 +54,7 @@ def decode_attention(
     out, q [seqs, heads, head_dim]; tables int32 [seqs, max_blocks];
     lengths int32 [seqs], each >= 1.
     """
-    query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
+    query_starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     prefill_attention(
         out,
         q,
@@ -90,12 +90,13 @@ def prefill_attention(
     cap(x) = softcap * tanh(x / softcap), or x where softcap is 0. Query head h reads KV
     head h // (heads / kv_heads). Position p's key is in block tables[s, p // block_size].
     """
-    for s, (start, end) in enumerate(zip(query_starts, query_starts[1:], strict=False)):
-        length, n = int(lengths[s]), int(end - start)
+    for s, length in enumerate(lengths.tolist()):
+        start, end = query_starts[s : s + 2].tolist()
+        n = end - start
         k = _context(k_cache, tables[s], length, q.shape[1])  # [heads, length, dim]
         v = _context(v_cache, tables[s], length, q.shape[1])
-        p = torch.arange(length - n, length)[:, None]
-        j = torch.arange(length)
+        j = torch.arange(length, device=q.device)
+        p = j[length - n :, None]
         seen = (j <= p) & (j > p - window) if window else j <= p
         scores = scale * (q[start:end].transpose(0, 1) @ k.transpose(1, 2))
         if softcap:

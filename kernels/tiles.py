@@ -61,24 +61,42 @@ def power_of_two(typingctx: Any, n: Any) -> Any:
 
 
 @intrinsic
-def flat(typingctx: Any, array: Any) -> Any:
-    """The memory that starts at array[0, ...], as one contiguous vector of any length.
+def stretch(typingctx: Any, array: Any, start: Any, length: Any) -> Any:
+    """`length` numbers of the array's memory from its place `start` on, as a vector.
 
-    Its length is the array's; rows that lie further apart are reached past it.
+    Neither is checked against the array: a strided view's rows lie past its own size.
+    Loops over a stretch vectorise, because its indices need no test for being negative.
     """
     result = types.Array(array.dtype, 1, "C")
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source = cgutils.create_struct_proxy(array)(context, builder, args[0])
         target = cgutils.create_struct_proxy(result)(context, builder)
-        one = cgutils.pack_array(builder, [source.nitems])
-        step = cgutils.pack_array(builder, [source.itemsize])
-        target.data = source.data
-        target.nitems, target.itemsize = source.nitems, source.itemsize
-        target.shape, target.strides = one, step
+        target.data = builder.gep(source.data, [args[1]])
+        target.nitems, target.itemsize = args[2], source.itemsize
+        target.shape = cgutils.pack_array(builder, [args[2]])
+        target.strides = cgutils.pack_array(builder, [source.itemsize])
         return target._getvalue()
 
-    return result(array), codegen
+    return result(array, INDEX, INDEX), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, array: Any, place: Any) -> Any:
+    """Ask for the cache line of array's memory at `place`; it need not exist."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (data,) = _data(context, builder, signature, args, (0,))
+        byte, word = ir.IntType(8).as_pointer(), WORD
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(
+            builder.module, kind, "llvm.prefetch.p0i8"
+        )
+        line = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        builder.call(function, [line, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, INDEX), codegen
 
 
 def _product_tile(rows: int) -> Callable[..., None]:

@@ -120,6 +120,14 @@ def test_leading_space_is_the_prompts() -> None:
     assert "".join(deltas(shown, [[the]])) == " the"
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_prompt_that_ends_inside_a_character(cut: int) -> None:
+    """The output that completes it has the whole character."""
+    fire = tiny(prefix=False).encode("🔥", False)
+    output = Detokenizer(tiny(prefix=False), [*fire, *fire[:cut]])
+    assert len(fire) == 4 and deltas(output, [fire[cut:]]) == ["🔥", ""]
+
+
 def test_ids_of_a_padded_head_add_no_text() -> None:
     the, pad = tiny().token_id("the"), tiny().vocab_size + 5
     output = Detokenizer(tiny())
@@ -178,6 +186,14 @@ def test_stop_string_that_spans_tokens_never_shows() -> None:
     seen = deltas(output, [[i] for i in ids])
     assert "".join(seen) == text[: text.index(stop)] == "The qu"
     assert output.stopped == stop and output.num_tokens == 5
+
+
+def test_beginning_of_a_stop_string_is_released_at_the_end() -> None:
+    """C01: once nothing follows it is text like any other."""
+    output = Detokenizer(demo(), stop=["Observation:"])
+    seen = deltas(output, [[i] for i in demo().encode("I see an Obs")])
+    assert "".join(seen) == "I see an Obs" and seen[-1] == "Obs"
+    assert output.stopped is None
 
 
 def test_tokens_after_the_stop_in_one_push_do_not_count() -> None:

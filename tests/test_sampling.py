@@ -180,6 +180,7 @@ def test_logprobs_are_log_softmax(seed, token, n):
     got = token_logprobs(row.numpy(), token, n)
     assert got.logprob == pytest.approx(exact[token].item(), abs=1e-5)
     assert order[got.rank - 1] == token
+    assert (type(got.logprob), type(got.rank)) == (float, int)  # as JSON wants them
     assert got.top_ids.tolist() == order[:n]
     np.testing.assert_allclose(got.top_logprobs, exact[got.top_ids], atol=1e-5)
 

@@ -215,3 +215,5 @@ def test_pick_shares_out_the_unit_interval():
     assert picked == list(range(300))
     assert pick(w, 0.0) == 0
     assert pick(w, 1 - 2**-53) == 299
+    # Rounding may put u × total at the total itself: the last that has weight.
+    assert pick(np.array([1, 1, 0, 0], dtype=np.float32), 1.0) == 1

@@ -166,9 +166,10 @@ def test_sampling_fields_reach_the_engine(live: Live) -> None:
     eos = {"logit_bias": {"256": 100}, "max_tokens": 5}
     stopped = live.complete(prompt="x", **eos)["choices"][0]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", None)
-    assert live.complete(prompt="x", **eos, ignore_eos=True)["usage"][
-        "completion_tokens"
-    ] == 5
+    assert (
+        live.complete(prompt="x", **eos, ignore_eos=True)["usage"]["completion_tokens"]
+        == 5
+    )
 
 
 def test_ids_on_request(live: Live) -> None:
@@ -199,7 +200,9 @@ def test_truncated_prompt_is_counted_and_echoed_as_it_ran(live: Live) -> None:
     )
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["choices"][0]["text"].startswith("fgh")
-    assert one_text(live, prompt="fgh", max_tokens=1) == answer["choices"][0]["text"][3:]
+    assert (
+        one_text(live, prompt="fgh", max_tokens=1) == answer["choices"][0]["text"][3:]
+    )
 
 
 # Chats.

@@ -87,7 +87,8 @@ def test_c04_no_stops_are_no_stops(live: Live, stop: Any) -> None:
 
 # Prompts.
 @pytest.mark.parametrize(
-    "prompt", ["", [""], [], [[]], None, {}, 5, [True], ["a", 1], [1, "a"], [1.5], [[[1]]]]
+    "prompt",
+    ["", [""], [], [[]], None, {}, 5, [True], ["a", 1], [1, "a"], [1.5], [[[1]]]],
 )
 def test_c09_empty_and_odd_prompts_are_refused(live: Live, prompt: Any) -> None:
     assert "prompt" in refused(live, COMPLETIONS, {"prompt": prompt})
@@ -240,7 +241,10 @@ def test_c24_chat_logprobs(live: Live) -> None:
     for top in (21, -1, 10**6):
         refused(live, CHAT, {"messages": HI, "logprobs": True, "top_logprobs": top})
     refused(
-        live, CHAT, {"messages": HI, "top_logprobs": 2, "logprobs": False}, "top_logprobs"
+        live,
+        CHAT,
+        {"messages": HI, "top_logprobs": 2, "logprobs": False},
+        "top_logprobs",
     )
     refused(live, CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs")
     assert live.chat(messages=HI, max_tokens=1)["choices"][0]["logprobs"] is None
@@ -431,7 +435,9 @@ def test_c84_cached_tokens(live: Live) -> None:
         prompt = f"{length:02}" * (length // 2) + "x" * (length % 2)
         assert [cached(prompt), cached(prompt)] == [0, hit]
     body = {"prompt": "24" * 12, "max_tokens": 1}
-    chunks = live.chunks(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+    chunks = live.chunks(
+        COMPLETIONS, {**body, "stream_options": {"include_usage": True}}
+    )
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
@@ -460,7 +466,9 @@ def test_c89_repeated_client_ids(live: Live) -> None:
         got = list(pool.map(ask, range(4)))
     for i, (id, header, text) in enumerate(got):
         assert (id, header) == ("cmpl-same", "same")
-        assert text == live.complete(prompt=f"id {i}", max_tokens=30)["choices"][0]["text"]
+        assert (
+            text == live.complete(prompt=f"id {i}", max_tokens=30)["choices"][0]["text"]
+        )
     assert live.complete(prompt="x", max_tokens=1, request_id="b")["id"] == "cmpl-b"
     other = live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
     assert other.json()["id"] == "cmpl-" + other.headers["x-request-id"]

@@ -1,7 +1,7 @@
 """Stop strings against a slow reading of their contract."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagedattn.text.stop import StopMatcher, StopStrings
@@ -23,6 +23,7 @@ def first_match(
 
 
 @given(STOPS, CHUNKS, st.booleans())
+@example(["ab", "bc"], [("ab", False), ("c", True)], False)
 def test_matches_and_releases_as_told(
     stops: list[str], chunks: list[tuple[str, bool]], include: bool
 ) -> None:
@@ -58,6 +59,7 @@ def test_matches_and_releases_as_told(
         (["bcdef", "cd"], "cd"),  # completes first, though it starts later
         (["cd", "bcd"], "cd"),  # both complete at d: the first listed
         (["bcd", "cd"], "bcd"),
+        (["bcd", "cd", "bcd"], "bcd"),  # listed twice is listed first
         (["xyz"], None),
     ],
 )

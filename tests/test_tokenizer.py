@@ -249,6 +249,15 @@ def test_added_tokens_stand_as_they_are() -> None:
         assert tokenizer.decode(ids, True, spaces) == "<t>la</t>1"
 
 
+def test_added_token_of_alphabet_characters_is_its_own_text() -> None:
+    """C21: `é` is a byte in GPT-2's alphabet, but not inside an added token."""
+    tokens = [*byte_alphabet().values(), "<é>"]
+    keys = {"model": "gpt2", "tokens": tokens, "token_type": [1] * 256 + [4]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.encode("<é>") == [256] and tokenizer.decode([256]) == "<é>"
+
+
 @pytest.mark.parametrize("bad", [-1, 49152, 10**12])
 def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
     for call in (demo().token, demo().token_bytes, demo().token_str):

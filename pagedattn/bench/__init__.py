@@ -1,1 +1,1 @@
-
+"""Benchmarks: what readers can measure on their own machines."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from pagedattn.cache.blocks import Block, BlockPool
 from pagedattn.cache.prefix import ROOT, PrefixIndex, block_hash
@@ -198,9 +199,10 @@ class Tables:
         new = self.pool.grow(hits, sum(missing))
         if new is None:
             return False
+        fresh = iter(new)
         for g, n in enumerate(missing):
             if n:
-                row.tables[g] += [new.pop() for _ in range(n)]
+                row.tables[g] += islice(fresh, n)
                 row.ids[g] = tuple(block.id for block in row.tables[g])
         return True
 

@@ -42,6 +42,22 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """How a family's checkpoint names its weights, below `model.layers.N.`.
+
+    `norms` stand before and after attention, before and after the MLP; None where a
+    family has no norm. `qkv` and `gate_up` have one name where the file fuses them.
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None]
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    sparse: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Everything the decoder needs to know of a model, whatever its family."""
 
@@ -70,22 +86,6 @@ class DecoderConfig:
     mlp_bias: bool
     tied: bool
     names: Names
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """How a family's checkpoint names its weights, below `model.layers.N.`.
-
-    `norms` stand before and after attention, before and after the MLP; None where a
-    family has no norm. `qkv` and `gate_up` have one name where the file fuses them.
-    """
-
-    norms: tuple[str | None, str | None, str | None, str | None]
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-    sparse: str = "mlp"
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 # ---- Rules: how a field's value follows from a configuration, where it isn't one field

@@ -159,7 +159,16 @@ _COMMON: Mapping[str, str] = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -236,18 +245,12 @@ def arch_of(meta: Mapping[str, Any]) -> Arch:
 def config(header: Header) -> dict[str, Any]:
     """The file's configuration in config.json's terms.
 
-    Raises NotSupported naming an architecture or rope scaling that isn't built.
+    Raises NotSupported naming an architecture or feature that isn't built, UserError
+    naming a key that the file lacks.
     """
     meta, arch = header.metadata, arch_of(header.metadata)
     name = meta["general.architecture"]
-    found = {
-        field: meta[f"{name}.{key}"]
-        for field, key in {**_COMMON, **arch.fields}.items()
-        if f"{name}.{key}" in meta
-    }
-    for key, value in found.items():
-        if isinstance(value, list):
-            raise NotSupported(f"GGUF with {key} per layer is not supported", "model")
+    found = _fields(meta, name, {**_COMMON, **arch.fields})
     found |= {
         "architectures": [arch.architecture],
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
@@ -256,27 +259,35 @@ def config(header: Header) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         **arch.fixed,
     }
-    head_dim = found.get(
-        "head_dim", found["hidden_size"] // found["num_attention_heads"]
-    )
+    width = found["hidden_size"] // found["num_attention_heads"]
+    head_dim = found.get("head_dim", width)
     if arch.large is not None:
         large = found["num_hidden_layers"] == arch.large
-        width = found["hidden_size"] // found["num_attention_heads"]
         found["query_pre_attn_scalar"] = width if large else head_dim
-    return found | _rope(header, name, found, head_dim)
+    return found | _rope(header, name, head_dim)
 
 
-def _rope(
-    header: Header, name: str, found: Mapping[str, Any], head_dim: int
+def _fields(
+    meta: Mapping[str, Any], name: str, keys: Mapping[str, str]
 ) -> dict[str, Any]:
+    found = {f: meta[f"{name}.{k}"] for f, k in keys.items() if f"{name}.{k}" in meta}
+    for given, value in found.items():
+        if isinstance(value, list):
+            raise NotSupported(f"GGUF with {given} per layer is not supported", "model")
+    for required in _REQUIRED:
+        if required not in found:
+            key = f"{name}.{keys[required]}"
+            raise UserError(f"the GGUF file's metadata lacks {key}", "model")
+    return found
+
+
+def _rope(header: Header, name: str, head_dim: int) -> dict[str, Any]:
     """Scaling and partial rotation, in config.json's older spelling."""
     meta, key = header.metadata, f"{name}.rope."
     turned = meta.get(key + "dimension_count", head_dim)
-    trained = meta.get(key + "scaling.original_context_length")
     scaling: dict[str, Any] = {
         "rope_type": meta.get(key + "scaling.type", "none"),
         "factor": meta.get(key + "scaling.factor"),
-        "original_max_position_embeddings": trained,
     }
     if "rope_freqs.weight" in header.tensors:
         scaling = _rope_factors(header, "rope_freqs", "rope_freqs", 1.0)
@@ -362,8 +373,8 @@ class Tensors:
         self.keys: Collection[str] = header.tensors.keys()
         meta = header.metadata
         name = meta["general.architecture"]
-        counts = ("attention.head_count", "attention.head_count_kv")
-        q, k = (meta[f"{name}.{count}"] for count in counts)
+        q = meta[f"{name}.attention.head_count"]
+        k = meta.get(f"{name}.attention.head_count_kv", q)
         permuted = arch_of(meta).permuted
         self.permuted = {"q_proj": q, "k_proj": k} if permuted else {}
         kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)

@@ -41,7 +41,7 @@ def token_logprobs(row: np.ndarray, token: int, n: int) -> Logprobs:
     own = row[token]
     before = np.count_nonzero(row > own) + np.count_nonzero(row[:token] == own)
     top = row[top_ids] - log_total
-    return Logprobs(token, float(own - log_total), before + 1, top_ids, top)
+    return Logprobs(token, float(own - log_total), int(before) + 1, top_ids, top)
 
 
 def prompt_logprobs(

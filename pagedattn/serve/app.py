@@ -35,7 +35,7 @@ from pagedattn.version import __version__
 CLIENT_GONE = 499  # nobody reads it; nginx's number, for the access log
 
 router = APIRouter()
-Create = Callable[[Front, Any, str | None], Awaitable[Response]]
+Create = Callable[[Front, Any, str], Awaitable[Response]]
 
 
 def build_app(engine: ServedEngine, settings: ServeArgs | None = None) -> FastAPI:
@@ -85,8 +85,8 @@ async def _read(http: Request, model: type[Any]) -> Any:
 async def _generate(http: Request, model: type[Any], create: Create) -> Response:
     """Read the body and answer it; the work is dropped if the client leaves."""
     body = await _read(http, model)
-    header_id = http.headers.get(REQUEST_ID)
-    work = create(_front(http), body, header_id)
+    given = http.headers.get(REQUEST_ID) or body.request_id
+    work = create(_front(http), body, given or http.state.request_id)
     answer = await until_gone(http.receive, work)
     return answer or Response(status_code=CLIENT_GONE)
 

@@ -106,9 +106,9 @@ def _sampling(front: Front, body: ChatBody) -> SamplingParams:
     )
 
 
-async def create(front: Front, body: ChatBody, header_id: str | None) -> Response:
+async def create(front: Front, body: ChatBody, request_id: str) -> Response:
     """Answer a chat request; ApiError or UserError if it can't be."""
-    call = front.open_call("chatcmpl", body, header_id)
+    call = front.open_call("chatcmpl", body, request_id)
     params = _sampling(front, body)
     prompt = await chat_prompt(front, body)
     writer = _Writer(front, body, prompt, front.settings.response_role)

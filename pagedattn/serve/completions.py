@@ -157,12 +157,13 @@ def _sampling(front: Front, body: CompletionBody) -> SamplingParams:
     return SamplingParams(**values, max_tokens=most, logprobs=lps, output_kind=kind)
 
 
-async def create(front: Front, body: CompletionBody, header_id: str | None) -> Response:
+async def create(front: Front, body: CompletionBody, request_id: str) -> Response:
     """Answer a completion request; ApiError or UserError if it can't be."""
-    call = front.open_call("cmpl", body, header_id)
+    call = front.open_call("cmpl", body, request_id)
     params = _sampling(front, body)
     special = body.add_special_tokens is not False
-    prompts = await completion_prompts(front, body.prompt, params.n, special)
+    cut = body.truncate_prompt_tokens is not None
+    prompts = await completion_prompts(front, body.prompt, params.n, special, cut)
     writer = _Writer(front, body, prompts, params.n)
     stream = front.generate(call, body, prompts, params)
     if body.stream:

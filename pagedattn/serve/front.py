@@ -12,10 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pagedattn.config import EngineArgs, EngineConfig
+from pagedattn.errors import NotSupported
 from pagedattn.metrics import Metrics
 from pagedattn.request import RequestOutput, SamplingParams
 from pagedattn.serve.problems import ApiError
-from pagedattn.serve.protocol import MAX_PROMPTS, MAX_SEQUENCES, GenerateBody
+from pagedattn.serve.protocol import (
+    LONGEST_ID,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    GenerateBody,
+)
 from pagedattn.serve.settings import ServeArgs, read_template
 from pagedattn.serve.wire import merge
 from pagedattn.text.template import ChatTemplate
@@ -84,6 +90,7 @@ class Front:
     engine: ServedEngine
     settings: ServeArgs
     template: ChatTemplate | None
+    longest_text: int | None = None  # characters that could fit the context at all
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
@@ -109,10 +116,10 @@ class Front:
             raise ApiError(404, f"The model `{name}` does not exist.", "model")
         return asked
 
-    def open_call(self, prefix: str, body: GenerateBody, header_id: str | None) -> Call:
-        """Identify a request; the client's id, if any, is part of the answer's id."""
-        own = header_id or body.request_id or uuid.uuid4().hex
-        return Call(f"{prefix}-{own}", int(time.time()), self.model(body.model))
+    def open_call(self, prefix: str, body: GenerateBody, request_id: str) -> Call:
+        """Identify a request; its id is part of the answer's."""
+        model = self.model(body.model)
+        return Call(f"{prefix}-{request_id[:LONGEST_ID]}", int(time.time()), model)
 
     def generate(
         self, call: Call, body: GenerateBody, prompts: list[Prompt], p: SamplingParams
@@ -141,7 +148,18 @@ def front_for(engine: ServedEngine, settings: ServeArgs) -> Front:
     """The state of a server for `engine`; a template in the settings replaces its."""
     source = read_template(settings.chat_template)
     template = engine.chat_template if source is None else ChatTemplate(source)
-    return Front(engine, settings, template)
+    return Front(engine, settings, template, _longest_text(engine))
+
+
+def _longest_text(engine: ServedEngine) -> int | None:
+    """A text of more characters can't fit, whatever it says; None where unknown."""
+    if engine.tokenizer is None:
+        return None
+    try:
+        longest = max(map(len, engine.tokenizer.pieces()), default=1)
+    except NotSupported:
+        return None
+    return engine.config.max_model_len * max(longest, 1)
 
 
 def check_sequences(prompts: int, n: int) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn.serve.front import Front
@@ -35,10 +37,16 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply = _Reply(send, _request_id(Headers(scope=scope)))
+        request_id = _request_id(Headers(scope=scope))
+        scope.setdefault("state", {})["request_id"] = request_id
+        reply = _Reply(send, request_id)
         try:
             self._admit(scope)
             await self._count(scope, receive, reply)
+        except ClientDisconnect:  # in the middle of its body; nobody reads an answer
+            return
+        except ClientDisconnect:  # in the middle of its body; nobody reads an answer
+            return
         except Exception as problem:
             error = as_api_error(problem)
             if reply.started:
@@ -60,7 +68,7 @@ class Gate:
         """Whether a header holds one of the keys; every key is compared, in full."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = sha256(given.strip().encode()).digest()
+        digest = sha256(given.strip().encode("latin-1")).digest()  # as bytes came
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         return any(matches)
 

@@ -32,13 +32,13 @@ async def _away(size: int, work: Callable[[], T]) -> T:
 
 # Completions: text, ids, or a list of either.
 async def completion_prompts(
-    front: Front, value: Any, n: int, special: bool
+    front: Front, value: Any, n: int, special: bool, cut: bool = False
 ) -> list[Prompt]:
     """The prompts of a completion request; 400 naming what is wrong with `prompt`."""
     items = _items(value)
     check_sequences(len(items), n)
     size = sum(len(item) for item in items if isinstance(item, str))
-    return await _away(size, lambda: [_prompt(front, item, special) for item in items])
+    return await _away(size, lambda: [_prompt(front, i, special, cut) for i in items])
 
 
 def _items(value: Any) -> list[Any]:
@@ -52,9 +52,9 @@ def _items(value: Any) -> list[Any]:
     return [value] if isinstance(value[0], int) else value
 
 
-def _prompt(front: Front, item: Any, special: bool) -> Prompt:
+def _prompt(front: Front, item: Any, special: bool, cut: bool) -> Prompt:
     if isinstance(item, str):
-        return Prompt(encode(front, item, special), item)
+        return Prompt(encode(front, item, special, cut), item)
     if not isinstance(item, list):
         raise ApiError(400, "prompt mixes strings, ids and lists.", "prompt")
     if not all(type(token) is int for token in item):
@@ -68,8 +68,19 @@ def _not_empty(ids: list[int]) -> list[int]:
     return ids
 
 
-def encode(front: Front, text: str, special: bool) -> list[int]:
-    """Token ids of `text`; 400 if there are none."""
+def encode(front: Front, text: str, special: bool, cut: bool = False) -> list[int]:
+    """Token ids of `text`; 400 if there are none.
+
+    Unless the prompt will be `cut`, what is far too long is refused untokenized.
+    """
+    most = front.longest_text
+    if most is not None and len(text) > most and not cut:
+        raise ApiError(
+            400,
+            f"The prompt has {len(text)} characters; the context of "
+            f"{front.engine.config.max_model_len} tokens holds at most {most}.",
+            "prompt",
+        )
     return _not_empty(front.tokenizer.encode(text, add_special_tokens=special))
 
 
@@ -118,7 +129,8 @@ def _render(front: Front, template: ChatTemplate, body: TemplateFields) -> Promp
         documents=body.documents,
         **extra,
     )
-    return Prompt(encode(front, text, bool(body.add_special_tokens)), text)
+    cut = getattr(body, "truncate_prompt_tokens", None) is not None
+    return Prompt(encode(front, text, bool(body.add_special_tokens), cut), text)
 
 
 def _check_tool_calls(template: ChatTemplate, messages: Any) -> None:

@@ -42,7 +42,6 @@ class TextStream:
             if len(tail) >= 3:
                 break
         self._decode(tail, final=False)
-        self._at_start = self._at_start and not tail
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._skip or not 0 <= token_id < self._size:

@@ -1,0 +1,485 @@
+"""The kernels: the specification against formulas written anew, numba against it.
+
+Unused slots and the null block hold NaN throughout, so that a kernel which reads what
+it must not read gives NaN instead of a number that is only a little wrong.
+"""
+
+import ast
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagedattn.kernels import cpu, spec
+
+ROOT = Path(__file__).parent.parent
+CLOSE = dict(rtol=1e-4, atol=2e-5)
+BOTH = pytest.mark.parametrize("kernels", [spec, cpu], ids=["spec", "cpu"])
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention problem; `new` tokens of each sequence are this plan's."""
+
+    lengths: tuple[int, ...]
+    new: tuple[int, ...]
+    block_size: int
+    kv_heads: int
+    group: int
+    dim: int
+    window: int
+    softcap: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A Case as tensors, beside the plain keys and values of every sequence."""
+
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    k_cache: Tensor
+    v_cache: Tensor
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tail: tuple[float, int, float]
+
+
+@st.composite
+def cases(draw: st.DrawFn, decode: bool = False) -> Case:
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 16, 16, 32, 64, 256]))
+    near = st.integers(1, 5).flatmap(
+        lambda blocks: st.integers(-1, 1).map(
+            lambda off: min(max(1, blocks * block_size + off), 600)
+        )
+    )
+    length = st.one_of(near, st.integers(1, 80), st.sampled_from([255, 256, 257, 513]))
+    lengths = draw(st.lists(length, min_size=1, max_size=4))
+    new = [1 if decode else draw(st.integers(1, n)) for n in lengths]
+    return Case(
+        tuple(lengths),
+        tuple(new),
+        block_size,
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8])),
+        dim=draw(st.sampled_from([1, 3, 8, 12, 16, 20, 32, 40, 64])),
+        window=draw(st.sampled_from([0, 0, 1, 2, 5, 16, 63, 300])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5, 30.0])),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+def build(case: Case) -> Problem:
+    """Random contents in permuted blocks; NaN wherever no kernel may look."""
+    make = torch.Generator().manual_seed(case.seed)
+    size, dim, window = case.block_size, case.dim, case.window
+    blocks = [-(-n // size) for n in case.lengths]
+    total = sum(blocks)
+    k_cache, v_cache = spec.empty_kv(
+        total + 3, case.kv_heads, size, dim, torch.float32
+    )
+    k_cache.fill_(torch.nan)
+    v_cache.fill_(torch.nan)
+    order = (torch.randperm(total + 2, generator=make) + 1).int().tolist()
+    tables = torch.zeros(len(blocks), max(blocks) + 1, dtype=torch.int32)
+    keys, values = [], []
+    for s, (length, n) in enumerate(zip(case.lengths, case.new, strict=True)):
+        tables[s, : blocks[s]] = torch.tensor([order.pop() for _ in range(blocks[s])])
+        k = torch.randn(length, case.kv_heads, dim, generator=make) * 2
+        v = torch.randn(length, case.kv_heads, dim, generator=make)
+        slots = [int(tables[s, t // size]) * size + t % size for t in range(length)]
+        spec.write_kv(k, v, k_cache, v_cache, torch.tensor(slots))
+        if window:  # blocks wholly behind the first query's window are null
+            first = max(0, length - n - window + 1)
+            tables[s, : first // size] = 0
+        keys.append(k)
+        values.append(v)
+    heads = case.kv_heads * case.group
+    fused = torch.randn(sum(case.new), heads * dim + 8, generator=make)
+    q = fused[:, : heads * dim].view(-1, heads, dim)  # row-strided, as from fused qkv
+    starts = torch.tensor([0, *case.new]).cumsum(0).int()
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    tail = (1 / math.sqrt(dim), window, case.softcap)
+    return Problem(q, keys, values, k_cache, v_cache, tables, starts, lengths, tail)
+
+
+def naive(case: Case, problem: Problem) -> Tensor:
+    """Softmax attention one query and head at a time, from the plain keys and values."""
+    scale, window, softcap = problem.tail
+    out = torch.empty(problem.q.shape, dtype=torch.float64)
+    for s, (length, n) in enumerate(zip(case.lengths, case.new, strict=True)):
+        for i in range(n):
+            row, at = int(problem.starts[s]) + i, length - n + i
+            low = max(0, at - window + 1) if window else 0
+            for h in range(out.shape[1]):
+                k = problem.keys[s][low : at + 1, h // case.group].double()
+                v = problem.values[s][low : at + 1, h // case.group].double()
+                x = (k * problem.q[row, h].double()).sum(-1) * scale
+                x = softcap * (x / softcap).tanh() if softcap else x
+                e = (x - x.max()).exp()
+                out[row, h] = (e[:, None] * v).sum(0) / e.sum()
+    return out.float()
+
+
+def attend(kernels: ModuleType, problem: Problem) -> Tensor:
+    out = torch.full(problem.q.shape, torch.nan)
+    kernels.prefill_attention(
+        out,
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.tables,
+        problem.starts,
+        problem.lengths,
+        *problem.tail,
+    )
+    return out
+
+
+def decode(kernels: ModuleType, problem: Problem) -> Tensor:
+    out = torch.full(problem.q.shape, torch.nan)
+    kernels.decode_attention(
+        out,
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.tables,
+        problem.lengths,
+        *problem.tail,
+    )
+    return out
+
+
+LONG = Case((1500, 3), (1, 1), 16, 1, 3, 64, 0, 0.0, 1)
+LONG_WINDOW = Case((1500, 700), (1, 1), 16, 2, 2, 16, 600, 0.0, 2)
+
+
+# ------------------------------------------------------------------------- attention
+
+
+@given(cases())
+@settings(max_examples=25)
+def test_spec_prefill_is_dense_softmax(case: Case) -> None:
+    small = [(min(n, 40), min(k, n, 40)) for n, k in zip(case.lengths, case.new)]
+    lengths, new = zip(*small, strict=True)
+    case = Case(lengths, new, *(getattr(case, f) for f in list(Case.__slots__)[2:]))
+    problem = build(case)
+    torch.testing.assert_close(attend(spec, problem), naive(case, problem), **CLOSE)
+
+
+@given(cases(decode=True))
+@example(LONG)
+@example(LONG_WINDOW)
+@settings(max_examples=40)
+def test_decode_is_spec_and_naive(case: Case) -> None:
+    problem = build(case)
+    expected = decode(spec, problem)
+    torch.testing.assert_close(expected, naive(case, problem), **CLOSE)
+    torch.testing.assert_close(decode(cpu, problem), expected, **CLOSE)
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_prefill_is_spec(case: Case) -> None:
+    problem = build(case)
+    torch.testing.assert_close(attend(cpu, problem), attend(spec, problem), **CLOSE)
+
+
+@given(cases(decode=True))
+@settings(max_examples=20)
+def test_decode_is_prefill_of_one_token(case: Case) -> None:
+    problem = build(case)
+    torch.testing.assert_close(decode(cpu, problem), attend(cpu, problem), **CLOSE)
+
+
+@BOTH
+@given(case=cases(), step=st.sampled_from([1, 7, 16, 50]))
+@settings(max_examples=10)
+def test_chunks_equal_one_shot(kernels: ModuleType, case: Case, step: int) -> None:
+    """A prompt fed in pieces, each reading what the pieces before it have cached."""
+    length = min(case.lengths[0], 120)
+    case = Case((length,), (length,), *(getattr(case, f) for f in Case.__slots__[2:]))
+    whole = build(case)
+    expected = attend(spec, whole)
+    for start in range(0, length, step):
+        end = min(length, start + step)
+        piece = build(Case((end,), (end - start,), *list_tail(case)))
+        piece = Problem(
+            whole.q[start:end],
+            [],
+            [],
+            whole.k_cache,
+            whole.v_cache,
+            whole.tables,
+            piece.starts,
+            piece.lengths,
+            whole.tail,
+        )
+        torch.testing.assert_close(attend(kernels, piece), expected[start:end], **CLOSE)
+
+
+def list_tail(case: Case) -> list[int | float]:
+    return [getattr(case, f) for f in Case.__slots__[2:]]
+
+
+def test_large_scores_stay_finite() -> None:
+    """Chunks whose maxima differ by hundreds: the merge must not overflow."""
+    problem = build(Case((1024,), (1,), 16, 1, 1, 16, 0, 0.0, 5))
+    problem.k_cache.mul_(200)
+    expected = decode(spec, problem)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(decode(cpu, problem), expected, **CLOSE)
+    torch.testing.assert_close(attend(cpu, problem), expected, **CLOSE)
+
+
+def test_decode_ignores_its_neighbours() -> None:
+    """Bit for bit: a sequence's result is the same alone and in a batch."""
+    case = Case((700, 33, 257), (1, 1, 1), 16, 3, 3, 64, 0, 0.0, 7)
+    problem = build(case)
+    together = decode(cpu, problem)
+    for s in range(3):
+        alone = Problem(
+            problem.q[s : s + 1],
+            [],
+            [],
+            problem.k_cache,
+            problem.v_cache,
+            problem.tables[s : s + 1],
+            problem.starts[:2],
+            problem.lengths[s : s + 1],
+            problem.tail,
+        )
+        assert torch.equal(decode(cpu, alone)[0], together[s])
+
+
+def test_empty_batch() -> None:
+    problem = build(Case((5,), (5,), 4, 1, 1, 8, 0, 0.0, 3))
+    none = torch.empty(0, 1, 8)
+    cpu.prefill_attention(
+        none.clone(),
+        none,
+        problem.k_cache,
+        problem.v_cache,
+        problem.tables[:0],
+        problem.starts[:1],
+        problem.lengths[:0],
+        *problem.tail,
+    )
+    cpu.decode_attention(
+        none.clone(),
+        none,
+        problem.k_cache,
+        problem.v_cache,
+        problem.tables[:0],
+        problem.lengths[:0],
+        *problem.tail,
+    )
+
+
+# ------------------------------------------------------------------------ writing KV
+
+
+@given(
+    tokens=st.integers(0, 70),
+    kv_heads=st.integers(1, 4),
+    dim=st.sampled_from([1, 8, 20, 64]),
+    block_size=st.sampled_from([1, 5, 16]),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=40)
+def test_write_kv(
+    tokens: int, kv_heads: int, dim: int, block_size: int, seed: int
+) -> None:
+    make = torch.Generator().manual_seed(seed)
+    fused = torch.randn(tokens, 3 * kv_heads * dim + 5, generator=make)
+    key = fused[:, 2 : 2 + kv_heads * dim].view(tokens, kv_heads, dim)
+    value = fused[:, 5 + kv_heads * dim : 5 + 2 * kv_heads * dim]
+    value = value.view(tokens, kv_heads, dim)
+    blocks = -(-tokens // block_size) + 2
+    slots = torch.randperm((blocks - 1) * block_size, generator=make) + block_size
+    slots = slots[:tokens]
+    caches = [
+        spec.empty_kv(blocks, kv_heads, block_size, dim, torch.float32) for _ in "ab"
+    ]
+    for (k_cache, v_cache), kernels in zip(caches, (spec, cpu), strict=True):
+        k_cache.fill_(7)
+        v_cache.fill_(8)
+        kernels.write_kv(key, value, k_cache, v_cache, slots)
+    assert torch.equal(caches[0][0], caches[1][0])
+    assert torch.equal(caches[0][1], caches[1][1])
+    for t, slot in enumerate(slots.tolist()):  # the layout, said another way
+        block, offset = divmod(slot, block_size)
+        assert torch.equal(caches[0][0][block, :, offset], key[t])
+        assert torch.equal(caches[0][1][block, :, offset], value[t])
+
+
+# -------------------------------------------------- norms, rotation and activations
+
+ROWS = st.sampled_from([0, 1, 2, 5, 33, 200])
+
+
+@given(rows=ROWS, dim=st.sampled_from([1, 7, 64, 576]), seed=st.integers(0, 999))
+@settings(max_examples=25)
+def test_norms(rows: int, dim: int, seed: int) -> None:
+    make = torch.Generator().manual_seed(seed)
+    x, residual = torch.randn(2, rows, dim, generator=make)
+    weight, eps = torch.randn(dim, generator=make), 1e-5
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    for kernels in (spec, cpu):
+        out = torch.empty_like(x)
+        kernels.rms_norm(out, x, weight, eps)
+        torch.testing.assert_close(out, expected, **CLOSE)
+    outs, residuals = torch.empty(2, rows, dim), residual.repeat(2, 1, 1)
+    spec.add_rms_norm(outs[0], residuals[0], x, weight, eps)
+    cpu.add_rms_norm(outs[1], residuals[1], x, weight, eps)
+    assert torch.equal(residuals[0], residual + x)
+    assert torch.equal(residuals[1], residual + x)
+    torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+
+
+@given(rows=ROWS, heads=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(max_examples=15)
+def test_norm_of_heads_in_place(rows: int, heads: int, seed: int) -> None:
+    """As Qwen3 norms its queries: every head by itself, in the fused matrix."""
+    make = torch.Generator().manual_seed(seed)
+    fused = torch.randn(rows, heads * 16 + 4, generator=make)
+    weight = torch.randn(16, generator=make)
+    copies = [fused.clone(), fused.clone()]
+    for kernels, copy in zip((spec, cpu), copies, strict=True):
+        view = copy[:, 4:].view(rows, heads, 16)
+        kernels.rms_norm(view, view, weight, 1e-6)
+    torch.testing.assert_close(copies[1], copies[0], **CLOSE)
+    assert torch.equal(copies[1][:, :4], fused[:, :4])
+
+
+@given(
+    rows=ROWS,
+    dims=st.sampled_from([(64, 64), (64, 32), (20, 10), (8, 2)]),
+    heads=st.sampled_from([(9, 3), (1, 1), (4, 2)]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25)
+def test_rotary(
+    rows: int, dims: tuple[int, int], heads: tuple[int, int], seed: int
+) -> None:
+    (dim, rotary_dim), (h, kvh) = dims, heads
+    make = torch.Generator().manual_seed(seed)
+    fused = torch.randn(rows, (h + 2 * kvh) * dim, generator=make)
+    positions = torch.randint(0, 50, (rows,), generator=make)
+    angles = torch.rand(50, rotary_dim // 2, generator=make) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+    results = []
+    for kernels in (spec, cpu):
+        copy = fused.clone()
+        q = copy[:, : h * dim].view(rows, h, dim)
+        k = copy[:, h * dim : (h + kvh) * dim].view(rows, kvh, dim)
+        kernels.rotary(q, k, positions, cos_sin)
+        results.append(copy)
+    torch.testing.assert_close(results[1], results[0], **CLOSE)
+    # The formula again, as a product of complex numbers.
+    half, both = rotary_dim // 2, fused[:, : (h + kvh) * dim]
+    both = both.view(rows, h + kvh, dim)
+    turned = torch.complex(both[..., :half], both[..., half:rotary_dim])
+    turned = turned * torch.polar(torch.ones_like(angles), angles)[positions][:, None]
+    parts = [turned.real, turned.imag, both[..., rotary_dim:]]
+    expected = torch.cat(parts, -1).view(rows, (h + kvh) * dim)
+    torch.testing.assert_close(results[0][:, : (h + kvh) * dim], expected, **CLOSE)
+    assert torch.equal(results[1][:, (h + kvh) * dim :], fused[:, (h + kvh) * dim :])
+
+
+@given(rows=ROWS, width=st.sampled_from([1, 9, 96]), spread=st.sampled_from([1, 30]))
+@settings(max_examples=25)
+def test_activations(rows: int, width: int, spread: int) -> None:
+    make = torch.Generator().manual_seed(rows + width)
+    gate_up = torch.randn(rows, 2 * width, generator=make) * spread
+    gate, up = gate_up.double().chunk(2, -1)
+    silu = gate / (1 + (-gate).exp()) * up
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    gelu = gate / 2 * (1 + inner.tanh()) * up
+    for kernels in (spec, cpu):
+        out = torch.empty(rows, width)
+        kernels.silu_mul(out, gate_up)
+        torch.testing.assert_close(out, silu.float(), **CLOSE)
+        kernels.gelu_tanh_mul(out, gate_up)
+        torch.testing.assert_close(out, gelu.float(), **CLOSE)
+
+
+def test_activations_at_the_edges() -> None:
+    gate_up = torch.tensor([[-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4] + [1.0] * 7])
+    for name in ("silu_mul", "gelu_tanh_mul"):
+        outs = torch.empty(2, 1, 7)
+        getattr(spec, name)(outs[0], gate_up)
+        getattr(cpu, name)(outs[1], gate_up)
+        torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+
+
+# ---------------------------------------------------------------- package and cache
+
+
+def test_same_signatures() -> None:
+    """Every kernel of the specification exists here, and no other."""
+    names = {n.name for n in ast.parse((ROOT / "kernels/spec.py").read_text()).body
+             if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+    assert all(callable(getattr(cpu, name)) for name in names)
+
+
+def test_wrong_dtype_is_refused() -> None:
+    with pytest.raises(TypeError):
+        cpu.silu_mul(torch.empty(2, 4), torch.zeros(2, 8, dtype=torch.float64))
+
+
+def test_the_folder_is_not_hugging_faces_package() -> None:
+    tree = ast.parse((ROOT / "kernels/__init__.py").read_text())
+    doc, version = tree.body
+    assert isinstance(doc, ast.Expr)
+    assert ast.unparse(version) == "__version__ = '0'"
+    script = (
+        "import kernels, transformers\n"
+        "from transformers.utils import is_kernels_available\n"
+        "assert kernels.__version__ == '0'\n"
+        "assert not is_kernels_available()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+
+
+def test_import_compiles_nothing_and_cache_dir_is_the_users(tmp_path: Path) -> None:
+    script = (
+        "from pagedattn.kernels import cpu\n"
+        "assert 'compiled' not in vars(cpu.silu_mul)\n"
+        "print(cpu.cache_dir())\n"
+    )
+    seen = {}
+    for name, value in (("XDG_CACHE_HOME", "x"), ("PAGEDATTN_CACHE", "p")):
+        env = {"PATH": "/usr/bin", "HOME": str(tmp_path), name: str(tmp_path / value)}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT, env=env, check=True, capture_output=True, text=True, timeout=120,
+        )
+        seen[name] = Path(done.stdout.strip())
+    assert seen["XDG_CACHE_HOME"].parent == tmp_path / "x" / "pagedattn" / "kernels"
+    assert seen["PAGEDATTN_CACHE"].parent == tmp_path / "p" / "kernels"
+    assert list(tmp_path.rglob("*.nbi")) == []
+
+
+def test_another_processor_has_another_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = cpu.cache_dir()
+    monkeypatch.setattr(cpu.numba.config, "CPU_NAME", "generic")
+    assert cpu.cache_dir() != here
+
+
+def test_compile_all_reports_progress() -> None:
+    seen = []
+    cpu.compile_all(lambda name, done, of: seen.append((name, done, of)))
+    assert [done for _, done, _ in seen] == list(range(len(seen)))
+    assert seen[-1][1] == seen[-1][2]
+    assert {"decode_attention", "prefill_attention"} <= {name for name, _, _ in seen}

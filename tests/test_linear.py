@@ -1,0 +1,89 @@
+"""Linear against torch's own product, at every row count that an engine step meets."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from pagedattn.model import linear as module
+from pagedattn.model.linear import Linear, linear_backend
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@given(
+    rows=st.integers(0, 40),
+    n=st.integers(1, 130),
+    k=st.integers(1, 130),
+    bias=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=60)
+@example(rows=1, n=1, k=1, bias=True, seed=0)
+@example(rows=3, n=16, k=1, bias=False, seed=0)
+def test_is_f_linear(rows: int, n: int, k: int, bias: bool, seed: int) -> None:
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k + 3, generator=make)[:, 2 : k + 2]  # row-strided
+    weight = torch.randn(n, k, generator=make)
+    b = torch.randn(n, generator=make) if bias else None
+    close(Linear(weight, b)(x), functional.linear(x, weight, b))
+
+
+def test_all_row_counts() -> None:
+    """One packed weight, rows 1 to 600; equal calls give equal bits."""
+    make = torch.Generator().manual_seed(1)
+    weight, b = torch.randn(192, 64, generator=make), torch.randn(192, generator=make)
+    x = torch.randn(600, 64, generator=make)
+    linear, expected = Linear(weight, b), functional.linear(x, weight, b)
+    for rows in [*range(1, 40), *range(40, 601, 17), 600]:
+        out = linear(x[:rows])
+        close(out, expected[:rows])
+        assert torch.equal(out, linear(x[:rows]))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("biases", ["all", "some", "none"])
+def test_fused(packed: bool, biases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packed:
+        monkeypatch.setattr(module, "_onednn_works", lambda: False)
+    make = torch.Generator().manual_seed(2)
+    weights = [torch.randn(n, 24, generator=make) for n in (8, 16, 5)]
+    given_biases = [torch.randn(len(w), generator=make) for w in weights]
+    keep = {"all": 3, "some": 2, "none": 0}[biases]
+    bs = [b if i < keep else None for i, b in enumerate(given_biases)]
+    x = torch.randn(7, 24, generator=make)
+    parts = [functional.linear(x, w, b) for w, b in zip(weights, bs, strict=True)]
+    close(Linear.fused(weights, bs)(x), torch.cat(parts, -1))
+    if biases == "none":
+        close(Linear.fused(weights)(x), torch.cat(parts, -1))
+
+
+def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_onednn_works", lambda: False)
+    assert linear_backend() == "F.linear"
+    weight, x = torch.randn(10, 4), torch.randn(3, 4)
+    close(Linear(weight)(x), functional.linear(x, weight))
+
+
+def test_backend_is_named() -> None:
+    assert linear_backend() in ("oneDNN", "F.linear")
+
+
+def test_plain_weight_is_freed() -> None:
+    if linear_backend() != "oneDNN":
+        weight = torch.randn(8, 8)
+        assert Linear(weight).weight.data_ptr() == weight.data_ptr()
+        return
+    weight = torch.randn(64, 64)
+    gone = weakref.ref(weight)
+    linear = Linear(weight)
+    del weight
+    gc.collect()
+    assert gone() is None
+    assert linear(torch.ones(1, 64)).shape == (1, 64)
