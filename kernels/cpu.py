@@ -20,12 +20,13 @@ from pathlib import Path
 import llvmlite
 import numba
 import numpy as np
-import torch
 from llvmlite import binding
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 from .spec import empty_kv as empty_kv
+from .threads import for_each, get_num_threads, load_fork
+from .threads import set_num_threads as set_num_threads
 from .tiles import (
     COLUMNS,
     HEADS,
@@ -46,6 +47,7 @@ CHUNK = 256  # decode: context tokens of one task; fixed, so neighbours change n
 KEYS = 64  # prefill: context tokens that are copied and multiplied at a time
 QUERIES = 96  # prefill: (query, head) rows of one task
 LINE = 16  # floats in a cache line of 64 bytes
+ROWS_AT_ONCE = 8  # elementwise kernels: rows that a thread takes from the counter
 SMALL = 8192  # elementwise kernels: below this many numbers a second thread costs more
 
 ZERO, HALF, ONE, TWO = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0))
@@ -70,16 +72,6 @@ def cache_dir() -> Path:
     return Path(root) / "kernels" / f"{cpu}-{digest[:12]}"
 
 
-def set_num_threads(n: int) -> None:
-    """Use n threads for these kernels and for torch, in the calling thread.
-
-    Both counts belong to the thread that sets them: call this in the thread that runs
-    the step loop. n is at most the number of cores that numba saw at its start.
-    """
-    numba.set_num_threads(n)  # starts numba's pool, which sets OpenMP's count: go first
-    torch.set_num_threads(n)
-
-
 class Kernel:
     """A parallel numba function that is compiled or loaded when it is first called."""
 
@@ -91,6 +83,7 @@ class Kernel:
     @functools.cached_property
     def compiled(self) -> Callable[..., None]:
         """The machine code. numba reads its cache folder when the function is made."""
+        load_fork()
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(cache_dir())
         try:
@@ -98,7 +91,6 @@ class Kernel:
                 self.signature,
                 cache=True,
                 nogil=True,
-                parallel=True,
                 error_model="numpy",
                 fastmath=MATH,
             )(self.body)
@@ -106,7 +98,8 @@ class Kernel:
             numba.config.CACHE_DIR = before
 
     def __call__(self, *args: Tensor | float | int) -> None:
-        self.compiled(*[a.numpy() if isinstance(a, Tensor) else a for a in args])
+        plain = [a.numpy() if isinstance(a, Tensor) else a for a in args]
+        self.compiled(*plain, get_num_threads())
 
 
 def kernel(signature: str) -> Callable[[Callable[..., None]], Kernel]:
@@ -136,18 +129,15 @@ def exp(x):
 
 
 @inline
-def tanh(x):
-    """1 - 2 / (e^2x + 1)."""
-    return ONE - TWO / (exp(x + x) + ONE)
+def enough(threads, size):
+    """One thread where there is little to do, else all."""
+    return threads if size >= SMALL else 1
 
 
 @inline
-def cap(x, softcap):
-    """softcap * tanh(x / softcap), or x where softcap is 0."""
-    if softcap == ZERO:
-        return x
-    return softcap * tanh(x / softcap)
-
+def tanh(x):
+    """1 - 2 / (e^2x + 1)."""
+    return ONE - TWO / (exp(x + x) + ONE)
 
 
 # ------------------------------------------------------------------------ writing KV
@@ -155,21 +145,16 @@ def cap(x, softcap):
 
 @kernel(
     "void(float32[:, :, :], float32[:, :, :], float32[:, :, :, ::1],"
-    " float32[:, :, :, ::1], int64[::1])"
+    " float32[:, :, :, ::1], int64[::1], int64)"
 )
-def write_kv(key, value, k_cache, v_cache, slots):
+def write_kv(key, value, k_cache, v_cache, slots, threads):
     """As spec.write_kv."""
-    tokens, kv_heads, dim = key.shape
-    if key.size < SMALL:
-        for t in range(tokens):
-            write_token(key, value, k_cache, v_cache, slots, t)
-    else:
-        for t in prange(tokens):
-            write_token(key, value, k_cache, v_cache, slots, t)
+    threads = enough(threads, key.size)
+    for_each(len(key), ROWS_AT_ONCE, threads, write_token, (key, value, k_cache, v_cache, slots))
 
 
 @inline
-def write_token(key, value, k_cache, v_cache, slots, t):
+def write_token(t, key, value, k_cache, v_cache, slots):
     """One token's keys and values, all heads."""
     _, kv_heads, block_size, dim = k_cache.shape
     block, offset = slots[t] // block_size, slots[t] % block_size
@@ -196,7 +181,7 @@ def head(x, t, h):
     " float32[:, :, :, ::1], int32[:, ::1], int32[::1], float32, int64, float32,"
     " int64)"
 )
-def _decode_attention(
+def decode_attention(
     out, q, k_cache, v_cache, tables, lengths, scale, window, softcap, threads
 ):
     """As spec.decode_attention: chunks of context by themselves, then merged."""
@@ -208,12 +193,10 @@ def _decode_attention(
     acc = np.empty((parts, group, dim), np.float32)
     m = np.empty((parts, group), np.float32)
     l = np.empty((parts, group), np.float32)
-    counters = np.zeros(1 + seqs * kv_heads, np.int64)
-    for _ in prange(threads):
-        attend_chunks(
-            out, acc, m, l, q, k_cache, v_cache, tables, lengths, firsts, counters,
-            scale, window, softcap,
-        )
+    finished = np.zeros(seqs * kv_heads, np.int64)
+    context = (k_cache, v_cache, tables, lengths, firsts, finished)
+    formula = (scale, window, softcap)
+    for_each(parts, 1, threads, attend_chunk, (out, q, (acc, m, l), context, formula))
 
 
 @inline
@@ -233,36 +216,29 @@ def first_position(p, window):
 
 
 @inline
-def attend_chunks(
-    out, acc, m, l, q, k_cache, v_cache, tables, lengths, firsts, counters,
-    scale, window, softcap,
-):
-    """Take chunk after chunk from counters[0] until none is left.
+def attend_chunk(part, out, q, sums, context, formula):
+    """One KV head with one chunk of one sequence's context.
 
     Whoever finishes the last chunk of a (sequence, KV head) merges them.
     """
-    kv_heads = k_cache.shape[1]
-    group, dim = acc.shape[1:]
+    acc, m, l = sums
+    k_cache, v_cache, tables, lengths, firsts, finished = context
+    scale, window, softcap = formula
+    kv_heads, (_, group, dim) = k_cache.shape[1], acc.shape
+    chunk, h = part // kv_heads, part % kv_heads
+    s = np.searchsorted(firsts, chunk, side="right") - 1
+    first = first_position(lengths[s] - 1, window)
+    edge = (first // CHUNK + chunk - firsts[s]) * CHUNK
+    start, end = max(first, edge), min(lengths[s], edge + CHUNK)
     queries = np.empty((group, dim), np.float32)
     p = np.empty((group, CHUNK + TOKENS), np.float32)  # a last tile may overshoot
-    s = 0
-    part = take_ticket(counters, 0)
-    while part < len(acc):
-        chunk, h = part // kv_heads, part % kv_heads
-        while firsts[s + 1] <= chunk:
-            s += 1
-        first = first_position(lengths[s] - 1, window)
-        edge = (first // CHUNK + chunk - firsts[s]) * CHUNK
-        start, end = max(first, edge), min(lengths[s], edge + CHUNK)
-        scale_queries(queries, q, s, h * group, scale)
-        scores(p, queries, k_cache, tables[s], h, start, end)
-        for g in range(group):
-            m[part, g], l[part, g] = softmax_part(p[g, : end - start], softcap)
-        weigh(acc[part], p, v_cache, tables[s], h, start, end)
-        finished = take_ticket(counters, 1 + s * kv_heads + h) + 1
-        if finished == firsts[s + 1] - firsts[s]:
-            merge_chunks(out, acc, m, l, firsts, s, h, kv_heads)
-        part = take_ticket(counters, 0)
+    scale_queries(queries, q, s, h * group, scale)
+    scores(p, queries, k_cache, tables[s], h, start, end)
+    for g in range(group):
+        m[part, g], l[part, g] = softmax_part(p[g, : end - start], softcap)
+    weigh(acc[part], p, v_cache, tables[s], h, start, end)
+    if take_ticket(finished, s * kv_heads + h) + 1 == firsts[s + 1] - firsts[s]:
+        merge_chunks(out, acc, m, l, firsts, s, h, kv_heads)
 
 
 @inline
@@ -418,17 +394,15 @@ def merge_chunks(out, acc, m, l, firsts, s, h, kv_heads):
     " float32[:, :, :, ::1], int32[:, ::1], int32[::1], int32[::1],"
     " float32, int64, float32, int64)"
 )
-def _prefill_attention(
+def prefill_attention(
     out, q, k_cache, v_cache, tables, query_starts, lengths, scale, window, softcap, threads
 ):
     """As spec.prefill_attention: tiles of queries, each over its context in pieces."""
     firsts = first_tiles(query_starts, q.shape[1] // k_cache.shape[1])
-    counter = np.zeros(1, np.int64)
-    for _ in prange(threads):
-        attend_tiles(
-            out, q, k_cache, v_cache, tables, query_starts, lengths, firsts, counter,
-            scale, window, softcap,
-        )
+    tasks = firsts[-1] * k_cache.shape[1]
+    context = (k_cache, v_cache, tables, query_starts, lengths, firsts)
+    formula = (scale, window, softcap)
+    for_each(tasks, 1, threads, attend_tile, (out, q, context, formula))
 
 
 @inline
@@ -448,58 +422,43 @@ def first_tiles(query_starts, group):
 
 
 @inline
-def attend_tiles(
-    out, q, k_cache, v_cache, tables, query_starts, lengths, firsts, counter,
-    scale, window, softcap,
-):
-    """Take query tile after query tile from the counter, the longest contexts first."""
-    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+def attend_tile(task, out, q, context, formula):
+    """One KV head with one tile of queries; the last tiles, the longest, come first."""
+    k_cache, v_cache, tables, query_starts, lengths, firsts = context
+    kv_heads = k_cache.shape[1]
     group = q.shape[1] // kv_heads
-    size = tile_queries(group)
-    wide = -(-dim // COLUMNS) * COLUMNS
-    scratch = (
-        np.empty((size * group, dim), np.float32),  # queries
-        np.empty((KEYS // COLUMNS, dim, COLUMNS), np.float32),  # keys, transposed
-        np.zeros((KEYS, wide), np.float32),  # values
-        np.empty((size * group, KEYS), np.float32),  # p
-        np.empty((size * group, wide), np.float32),  # acc
-        np.empty(size * group, np.float32),  # m
-        np.empty(size * group, np.float32),  # l
-    )
-    tasks = firsts[-1] * kv_heads
-    task = tasks - 1 - take_ticket(counter, 0)
-    while task >= 0:
-        tile, h = task // kv_heads, task % kv_heads
-        s = np.searchsorted(firsts, tile, side="right") - 1
-        row = query_starts[s] + (tile - firsts[s]) * size
-        n = min(size, query_starts[s + 1] - row)
-        p = lengths[s] - query_starts[s + 1] + row
-        attend_tile(
-            out, q, k_cache, v_cache, tables[s], scratch, row, n, p, h,
-            scale, window, softcap,
-        )
-        task = tasks - 1 - take_ticket(counter, 0)
+    left = firsts[-1] * kv_heads - 1 - task
+    tile, h = left // kv_heads, left % kv_heads
+    s = np.searchsorted(firsts, tile, side="right") - 1
+    row = query_starts[s] + (tile - firsts[s]) * tile_queries(group)
+    n = min(tile_queries(group), query_starts[s + 1] - row)
+    position = lengths[s] - query_starts[s + 1] + row
+    queries = np.empty((n * group, q.shape[2]), np.float32)
+    for i in range(n):
+        scale_queries(queries[i * group :][:group], q, row + i, h * group, formula[0])
+    acc, l = attend_rows(queries, group, k_cache, v_cache, tables[s], h, position, formula)
+    for r in range(n * group):
+        result = head(out, row + r // group, h * group + r % group)
+        for d in range(len(result)):
+            result[d] = acc[r, d] / l[r]
 
 
 @inline
-def attend_tile(
-    out, q, k_cache, v_cache, table, scratch, row, n, position, h,
-    scale, window, softcap,
-):
-    """Queries row .. row + n, the first at `position`, with one KV head."""
-    queries, keys, values, p, acc, m, l = scratch
-    dim, wide, group = queries.shape[1], acc.shape[1], q.shape[1] // k_cache.shape[1]
-    rows = n * group
-    for i in range(n):
-        scale_queries(queries[i * group : (i + 1) * group], q, row + i, h * group, scale)
-    acc[:rows] = ZERO
-    m[:rows] = MINUS_INFINITY
-    l[:rows] = ZERO
-    end = position + n
+def attend_rows(queries, group, k_cache, v_cache, table, h, position, formula):
+    """(acc, l) of the rows of queries; every `group` rows stand one position further."""
+    _, window, softcap = formula
+    rows, dim = queries.shape
+    wide = -(-dim // COLUMNS) * COLUMNS
+    keys = np.empty((KEYS // COLUMNS, dim, COLUMNS), np.float32)  # transposed
+    values = np.zeros((KEYS, wide), np.float32)
+    p = np.empty((rows, KEYS), np.float32)
+    acc = np.zeros((rows, wide), np.float32)
+    m, l = np.full(rows, MINUS_INFINITY), np.zeros(rows, np.float32)
+    end = position + rows // group
     for start in range(first_position(position, window), end, KEYS):
-        k = min(KEYS, end - start)
-        copy_context(keys, values, k_cache, v_cache, table, h, start, k)
-        for panel in range(-(-k // COLUMNS)):
+        n = min(KEYS, end - start)
+        copy_context(keys, values, k_cache, v_cache, table, h, start, n)
+        for panel in range(-(-n // COLUMNS)):
             product(
                 rows, COLUMNS, dim, queries, 0, dim,
                 keys, panel * dim * COLUMNS, COLUMNS, p, panel * COLUMNS, KEYS, 0,
@@ -507,12 +466,10 @@ def attend_tile(
         for r in range(rows):
             at = position + r // group
             low = max(0, first_position(at, window) - start)
-            high = min(k, at + 1 - start)
-            m[r], l[r] = softmax_step(p[r, :k], low, high, acc[r], m[r], l[r], softcap)
-        product(rows, wide, k, p, 0, KEYS, values, 0, wide, acc, 0, wide, 1)
-    for r in range(rows):
-        for d in range(dim):
-            out[row + r // group, h * group + r % group, d] = acc[r, d] / l[r]
+            high = min(n, at + 1 - start)
+            m[r], l[r] = softmax_step(p[r, :n], low, high, acc[r], m[r], l[r], softcap)
+        product(rows, wide, n, p, 0, KEYS, values, 0, wide, acc, 0, wide, 1)
+    return acc, l
 
 
 @inline
@@ -553,18 +510,14 @@ def softmax_step(p, low, high, acc, m, l, softcap):
 # -------------------------------------------------- norms, rotation and activations
 
 
-@kernel("void(float32[:, :, :], float32[:, :, :], float32[::1], float32)")
-def _rms_norm(out, x, weight, eps):
-    if x.size < SMALL:
-        for t in range(len(x)):
-            norm_token(out, x, weight, eps, t)
-    else:
-        for t in prange(len(x)):
-            norm_token(out, x, weight, eps, t)
+@kernel("void(float32[:, :, :], float32[:, :, :], float32[::1], float32, int64)")
+def _rms_norm(out, x, weight, eps, threads):
+    threads = enough(threads, x.size)
+    for_each(len(x), ROWS_AT_ONCE, threads, norm_token, (out, x, weight, eps))
 
 
 @inline
-def norm_token(out, x, weight, eps, t):
+def norm_token(t, out, x, weight, eps):
     """RMSNorm of x[t, h] for every h."""
     for h in range(x.shape[1]):
         row, result = head(x, t, h), head(out, t, h)
@@ -577,21 +530,19 @@ def norm_token(out, x, weight, eps, t):
 
 
 @kernel(
-    "void(float32[:, ::1], float32[:, ::1], float32[:, ::1], float32[::1], float32)"
+    "void(float32[:, ::1], float32[:, ::1], float32[:, ::1], float32[::1], float32,"
+    " int64)"
 )
-def add_rms_norm(out, residual, x, weight, eps):
+def add_rms_norm(out, residual, x, weight, eps, threads):
     """As spec.add_rms_norm."""
-    if x.size < SMALL:
-        for t in range(len(x)):
-            add_norm_token(out[t], residual[t], x[t], weight, eps)
-    else:
-        for t in prange(len(x)):
-            add_norm_token(out[t], residual[t], x[t], weight, eps)
+    threads = enough(threads, x.size)
+    for_each(len(x), ROWS_AT_ONCE, threads, add_norm_row, (out, residual, x, weight, eps))
 
 
 @inline
-def add_norm_token(out, residual, x, weight, eps):
-    """residual += x; out = RMSNorm(residual): one row."""
+def add_norm_row(t, out, residual, x, weight, eps):
+    """residual[t] += x[t]; out[t] = RMSNorm(residual[t])."""
+    out, residual, x = out[t], residual[t], x[t]
     total = ZERO
     for d in range(len(x)):
         residual[d] += x[d]
@@ -601,22 +552,18 @@ def add_norm_token(out, residual, x, weight, eps):
         out[d] = residual[d] * factor * weight[d]
 
 
-@kernel("void(float32[:, :, :], float32[:, :, :], int64[::1], float32[:, ::1])")
-def rotary(q, k, positions, cos_sin):
+@kernel("void(float32[:, :, :], float32[:, :, :], int64[::1], float32[:, ::1], int64)")
+def rotary(q, k, positions, cos_sin, threads):
     """As spec.rotary."""
-    if q.size < SMALL:
-        for t in range(len(positions)):
-            rotate_token(q, k, cos_sin[positions[t]], t)
-    else:
-        for t in prange(len(positions)):
-            rotate_token(q, k, cos_sin[positions[t]], t)
+    threads = enough(threads, q.size)
+    for_each(len(q), ROWS_AT_ONCE, threads, rotate_token, (q, k, positions, cos_sin))
 
 
 @inline
-def rotate_token(q, k, cos_sin, t):
+def rotate_token(t, q, k, positions, cos_sin):
     """One token's queries and keys."""
-    rotate_heads(q, cos_sin, t)
-    rotate_heads(k, cos_sin, t)
+    rotate_heads(q, cos_sin[positions[t]], t)
+    rotate_heads(k, cos_sin[positions[t]], t)
 
 
 @inline
@@ -633,40 +580,32 @@ def rotate_heads(x, cos_sin, t):
             second[d] = b * cos[d] + a * sin[d]
 
 
-@kernel("void(float32[:, ::1], float32[:, ::1])")
-def silu_mul(out, gate_up):
+@kernel("void(float32[:, ::1], float32[:, ::1], int64)")
+def silu_mul(out, gate_up, threads):
     """As spec.silu_mul."""
-    if out.size < SMALL:
-        for t in range(len(out)):
-            silu_row(out[t], gate_up[t])
-    else:
-        for t in prange(len(out)):
-            silu_row(out[t], gate_up[t])
+    threads = enough(threads, out.size)
+    for_each(len(out), ROWS_AT_ONCE, threads, silu_row, (out, gate_up))
 
 
 @inline
-def silu_row(out, gate_up):
+def silu_row(t, out, gate_up):
     """out = gate / (1 + e^-gate) * up: one row."""
-    n = len(out)
+    out, gate_up, n = out[t], gate_up[t], out.shape[1]
     for d in range(n):
         out[d] = gate_up[d] / (ONE + exp(-gate_up[d])) * gate_up[n + d]
 
 
-@kernel("void(float32[:, ::1], float32[:, ::1])")
-def gelu_tanh_mul(out, gate_up):
+@kernel("void(float32[:, ::1], float32[:, ::1], int64)")
+def gelu_tanh_mul(out, gate_up, threads):
     """As spec.gelu_tanh_mul."""
-    if out.size < SMALL:
-        for t in range(len(out)):
-            gelu_row(out[t], gate_up[t])
-    else:
-        for t in prange(len(out)):
-            gelu_row(out[t], gate_up[t])
+    threads = enough(threads, out.size)
+    for_each(len(out), ROWS_AT_ONCE, threads, gelu_row, (out, gate_up))
 
 
 @inline
-def gelu_row(out, gate_up):
+def gelu_row(t, out, gate_up):
     """out = gate / 2 * (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) * up."""
-    n = len(out)
+    out, gate_up, n = out[t], gate_up[t], out.shape[1]
     for d in range(n):
         x = gate_up[d]
         inner = np.float32(0.79788456) * (x + np.float32(0.044715) * x * x * x)
@@ -679,16 +618,6 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     if x.dim() == 2:
         y, z = y[:, None], z[:, None]
     _rms_norm(y, z, weight, eps)
-
-
-def decode_attention(*args: Tensor | float | int) -> None:
-    """As spec.decode_attention."""
-    _decode_attention(*args, numba.get_num_threads())
-
-
-def prefill_attention(*args: Tensor | float | int) -> None:
-    """As spec.prefill_attention."""
-    _prefill_attention(*args, numba.get_num_threads())
 
 
 # ------------------------------------------------------------------- compiling all

@@ -24,8 +24,8 @@ from pagedattn.async_engine import AsyncEngine
 from pagedattn.config import EngineArgs
 from pagedattn.serve.app import build_app
 from pagedattn.serve.front import Front
-from pagedattn.serve.server import listen, url_of
 from pagedattn.serve.settings import ServeArgs
+from pagedattn.serve.sockets import listen, url_of
 
 BLOCKS, BLOCK, LENGTH = 65, 16, 512
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")

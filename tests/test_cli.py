@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from serve_live import write_model
 
 from pagedattn.config import EngineArgs
 from pagedattn.errors import UserError
@@ -76,6 +77,24 @@ def test_bad_values_are_one_line(
     assert main(["serve", *argv]) == 2
     said = capsys.readouterr().err
     assert said.startswith("pagedattn: error: ") and said.count("\n") == 1
+
+
+def test_start_errors_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_model(tmp_path / "tiny"))
+    missing = str(tmp_path / "nothing.gguf")
+    for argv, word in (
+        ((missing,), "nothing.gguf"),
+        ((model, "--max-model-len", "100000"), "max_model_len=100000"),
+        ((model, "--chat-template", "no-such-file"), "chat_template"),
+        ((model, "--chat-template", "{% if {}"), "template"),
+        ((model, "--host", "not a host"), "not a host"),
+    ):
+        assert main(["serve", "--port", "0", *argv]) in (1, 2)
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith("pagedattn: error: ")
+        assert said.err.count("\n") == 1 and word in said.err, said.err
 
 
 @pytest.mark.parametrize(

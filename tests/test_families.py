@@ -17,16 +17,19 @@ import torch
 from pagedattn.kernels import spec as kernels
 from tiny import (
     CONTEXT,
+    SIZES,
     VOCAB,
     Paged,
     Request,
     config,
     load,
     prompt,
+    redrawn,
     reference,
     reference_logits,
     saved,
 )
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from pagedattn.errors import NotSupported, UserError
 from pagedattn.model import loader
@@ -449,7 +452,12 @@ def test_which_layers_slide(
 
 
 # ---- Configurations
-@pytest.mark.parametrize("architecture", FAMILIES)
+# The larger model is checked by itself: its configuration has sections.
+WHOLE = "Gemma3ForConditionalGeneration"
+TEXT = [name for name in FAMILIES if name != WHOLE]
+
+
+@pytest.mark.parametrize("architecture", TEXT)
 def test_defaults_are_transformers(architecture: str) -> None:
     """What a file leaves out means what the family's own class says it means."""
     sizes = dict(
@@ -466,7 +474,7 @@ def test_defaults_are_transformers(architecture: str) -> None:
     assert decoder_config(sparse) == decoder_config(whole)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", TEXT)
 def test_model_type_stands_in_for_a_missing_architecture(architecture: str) -> None:
     raw = config(architecture).to_dict()
     named = decoder_config(raw)
@@ -515,6 +523,39 @@ def test_old_and_new_spellings_of_gemma3s_two_ropes_agree() -> None:
 def test_longest_context_after_scaling(scaling: dict[str, Any], length: int) -> None:
     raw = config("LlamaForCausalLM").to_dict() | {"rope_parameters": scaling}
     assert decoder_config(raw).max_model_len == length
+
+
+def test_early_phi3_files_mean_longrope() -> None:
+    raw = config("Phi3ForCausalLM", **CASES["phi3 longrope"].changes).to_dict()
+    expected = decoder_config(raw)
+    for kind in ("su", "yarn"):
+        old = {**raw["rope_parameters"], "type": kind, "rope_type": kind}
+        assert decoder_config(raw | {"rope_parameters": old}) == expected
+
+
+def test_the_language_model_inside_gemma_3_with_vision(tmp_path: Path) -> None:
+    """Its own section of the configuration, its own weights; the tower is left out."""
+    torch.manual_seed(0)
+    settings = Gemma3Config(
+        text_config=SIZES | CASES["gemma3"].changes,
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=4,
+        image_token_index=150,
+    )
+    settings._attn_implementation = "eager"
+    theirs = redrawn(Gemma3ForConditionalGeneration(settings), WHOLE)
+    ours = load(saved(theirs, tmp_path), CONTEXT)
+    ids = [token for token in prompt(40) if token != 150]
+    expected = reference_logits(theirs, ids)
+    got = Paged(ours).logits(ids, [7, 1, 16])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

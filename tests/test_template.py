@@ -190,6 +190,12 @@ def test_continues_as_transformers(name: str, chat: list[dict]) -> None:
     assert ours == theirs(TEMPLATES[name], chat, **more)
 
 
+def test_white_space_around_blocks_is_as_transformers_has_it() -> None:
+    source = "<\n  {% for m in messages %}\n  {{ m.content }}\n  {% endfor %}\n>\n"
+    chat = [turn("user", "a"), turn("assistant", "b")]
+    assert ChatTemplate(source).render(chat) == theirs(source, chat)
+
+
 def test_tools_and_thinking_reach_the_template() -> None:
     tool = {"type": "function", "function": {"name": "é<b>", "parameters": {}}}
     chat = [turn("user", "Hi")]
@@ -225,6 +231,9 @@ def test_parts_become_what_the_template_wants() -> None:
     assert "[INST] a\nb [/INST]" in flat
     listed = ChatTemplate(PARTS_ONLY)
     assert listed.render([turn("user", parts), turn("user", "c")]) == "user:ab;user:c;"
+    macro = "{% macro show(content) %}{% for part in content %}{{ part.text }}{% endfor"
+    macro += " %}{% endmacro %}{{ show(messages[0].content) }}"
+    assert ChatTemplate(macro).render([turn("user", "cd")]) == "cd"
     both = ChatTemplate(GEMMA)
     text_parts = [{"type": "text", "text": text} for text in "ab"]
     assert both.render([turn("user", parts)], tokenizer=tiny()) == theirs(
@@ -250,6 +259,16 @@ def test_one_shot_iterables_and_models() -> None:
     assert [once, once] == twice
     assert '{"name": "f", "parameters": {"x": 1}}' in once and "a\nb" in once
     assert given_turn["tool_calls"][0]["function"]["arguments"] == '{"x": 1}'
+
+
+def test_absent_and_null_are_alike() -> None:
+    """Clients send null for what a message has not, and "" for no arguments."""
+    template = ChatTemplate(LLAMA3)
+    chat = [turn("assistant", "hi", tool_calls=None, name=None)]
+    assert template.render(chat) == template.render([turn("assistant", "hi")])
+    call = {"function": {"name": "f", "arguments": ""}}
+    asks = [turn("assistant", None, tool_calls=[call])]
+    assert '"parameters": {}' in template.render(asks)
 
 
 def test_developer_is_system_unless_the_template_names_it() -> None:

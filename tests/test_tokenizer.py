@@ -12,7 +12,7 @@ from test_text import demo, demo_metadata, ids_of, tiny, tiny_metadata
 
 from pagedattn.errors import NotSupported, UserError
 from pagedattn.text.gguf import WORDS, build_tokenizer
-from pagedattn.text.pieces import byte_alphabet
+from pagedattn.text.pieces import Spelling, byte_alphabet, spelling_of
 from pagedattn.text.tokenizer import Tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>"]
@@ -184,7 +184,46 @@ def test_lone_surrogate_is_the_callers_mistake() -> None:
         demo().encode("a\ud800")
 
 
+def test_phi3_control_tokens_swallow_the_space_after_them() -> None:
+    changes = {"add_space_prefix": False}
+    phi3 = Tokenizer.from_gguf(
+        tiny_metadata(**changes) | {"general.architecture": "phi3"}
+    )
+    assert phi3.encode("</s>\n the", False) == phi3.encode("</s>the", False)
+    assert phi3.encode("<s>\nthe", False) != phi3.encode("<s>the", False)
+    other = Tokenizer.from_gguf(tiny_metadata(**changes))
+    assert other.encode("</s>\nthe", False) != other.encode("</s>the", False)
+
+
 # Ids to text.
+
+SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+BYTES, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+META = {"type": "Metaspace", "replacement": "▁"}
+
+
+@pytest.mark.parametrize(
+    "steps, want",
+    [
+        ([{"type": "ByteLevel"}], Spelling(byte_level=True)),
+        ([SPACE, BYTES, FUSE, STRIP], Spelling(False, True, True)),
+        ([SPACE, BYTES, FUSE], Spelling(False, True, False)),
+        ([SPACE, FUSE], Spelling(False, False, False)),
+        ([META], Spelling(False, False, True)),
+        ([META | {"prepend_scheme": "first"}], Spelling(False, False, True)),
+        ([META | {"prepend_scheme": "never"}], Spelling(False, False, False)),
+        ([META | {"replacement": "_"}], None),
+        ([SPACE | {"content": "-"}], None),
+        ([SPACE, STRIP | {"start": 2}], None),
+        ([{"type": "WordPiece", "prefix": "##"}], None),
+        ([{"type": "ByteLevel"}, FUSE], None),
+        ([], None),
+    ],
+)
+def test_decoders_that_are_understood(steps: list[dict], want: Spelling | None) -> None:
+    assert spelling_of({"type": "Sequence", "decoders": steps}) == want
+    assert spelling_of(steps[0] if len(steps) == 1 else None) in (want, None)
 
 
 @given(ids_of(demo()), st.booleans(), st.booleans())
@@ -288,7 +327,8 @@ def test_folder_equals_gguf(tmp_path: Path) -> None:
     config = {"bos_token": bos, "eos_token": "</s>", "chat_template": "from config"}
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, config))
     text = "<t>the cat</t> sat, 12 Ω🦙 and so on"
-    assert tokenizer.encode(text) == tiny().encode(text)
+    for some in (text, "la"):
+        assert tokenizer.encode(some) == tiny().encode(some)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.special_ids == tiny().special_ids == {0, 1, 2}
     assert tokenizer.added_ids == {0, 1, 2, 3, 4}
@@ -317,11 +357,13 @@ def test_where_the_chat_template_is_found(tmp_path: Path) -> None:
 
 def test_names_and_tokens_only_in_the_configuration(tmp_path: Path) -> None:
     think = {"content": "<think>", "special": False, "normalized": False}
-    config = {"eos_token": None, "added_tokens_decoder": {"999": think}}
+    listed = {"999": think, "2": {"content": "</s>", "special": False}}
+    config = {"eos_token": None, "added_tokens_decoder": listed}
     names = json.dumps({"eos_token": {"content": "</s>"}})
     folder = write_folder(tmp_path, config, special_tokens_map__json=names)
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.eos_id == 2 and tokenizer.bos_id is None
+    assert 2 in tokenizer.special_ids, "tokenizer.json has the last word"
     think_id = tokenizer.token_id("<think>")
     assert think_id == tiny().vocab_size and think_id not in tokenizer.special_ids
     assert tokenizer.decode([think_id]) == "<think>"

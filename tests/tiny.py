@@ -49,10 +49,15 @@ def reference(architecture: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     settings = config(architecture, **changes)
     settings._attn_implementation = "eager"
-    model = getattr(transformers, architecture)(settings).eval().float()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(_drawn(name, weight, architecture))
+    return redrawn(getattr(transformers, architecture)(settings), architecture)
+
+
+@torch.no_grad()
+def redrawn(model: Any, architecture: str) -> Any:
+    """`model`, float32, with weights that make mistakes visible."""
+    model = model.eval().float()
+    for name, weight in model.named_parameters():
+        weight.copy_(_drawn(name, weight, architecture))
     model.tie_weights()
     return model
 

@@ -1,1 +1,1 @@
-
+"""Models: sources, loaders, families as data, one decoder, batches of tensors."""

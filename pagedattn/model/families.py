@@ -8,7 +8,7 @@ Knows nothing of tensors, files or kernels. Built in chapter 04.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagedattn.errors import NotSupported, UserError
@@ -47,6 +47,8 @@ class Names:
 
     `norms` stand before and after attention, before and after the MLP; None where a
     family has no norm. `qkv` and `gate_up` have one name where the file fuses them.
+    `root` stands before every name, and weights under `ignored` belong to other
+    parts than the language model.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None]
@@ -55,6 +57,8 @@ class Names:
     down: str = "down_proj"
     sparse: str = "mlp"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    root: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,8 @@ class Family:
 
     `defaults` are the values that the family's configuration class supplies for
     fields a file leaves out. `refused` lists fields that change the computation in
-    ways not built here: any true value stops the load.
+    ways not built here: any true value stops the load. `section` holds the language
+    model's part of a larger model's configuration.
     """
 
     model_type: str
@@ -180,6 +185,7 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     scaled_len: bool = False
+    section: str | None = None
     refused: tuple[str, ...] = ()
 
 
@@ -226,6 +232,31 @@ _GEMMA = _SMALL_THETA | {
     "tie_word_embeddings": True,
 }
 
+_GEMMA3 = Family(
+    "gemma3_text",
+    Names(BOTH),
+    defaults=_GEMMA
+    | {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "_sliding_window_pattern": 6,
+    },
+    slides=_all_but_each_nth,
+    reads_layer_types=True,
+    local_rope=True,
+    scaled_len=True,
+    activation="hidden_activation",
+    query_scalar="query_pre_attn_scalar",
+    logit_softcap="final_logit_softcapping",
+    embed_by_root=True,
+    norm_offset=1.0,
+    qk_norm="head",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    refused=("use_bidirectional_attention", "attn_logit_softcapping"),
+)
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama",
@@ -302,30 +333,17 @@ FAMILIES: Mapping[str, Family] = {
         o_bias="attention_bias",
         refused=("use_bidirectional_attention",),
     ),
-    "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        Names(BOTH),
-        defaults=_GEMMA
-        | {
-            "vocab_size": 262_208,
-            "max_position_embeddings": 131_072,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "_sliding_window_pattern": 6,
-        },
-        slides=_all_but_each_nth,
-        reads_layer_types=True,
-        local_rope=True,
-        scaled_len=True,
-        activation="hidden_activation",
-        query_scalar="query_pre_attn_scalar",
-        logit_softcap="final_logit_softcapping",
-        embed_by_root=True,
-        norm_offset=1.0,
-        qk_norm="head",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        refused=("use_bidirectional_attention", "attn_logit_softcapping"),
+    "Gemma3ForCausalLM": _GEMMA3,
+    # Served as the language model it contains: text in, text out.
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        model_type="gemma3",
+        names=Names(
+            BOTH,
+            root="language_model.",
+            ignored=("vision_tower.", "multi_modal_projector."),
+        ),
+        section="text_config",
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
@@ -427,7 +445,8 @@ def decoder_config(config: Config) -> DecoderConfig:
     UserError for a missing field.
     """
     architecture, family = _family(config)
-    given = {_OTHER_NAMES.get(k, k): v for k, v in config.items() if v is not None}
+    given = {**config, **(config[family.section] if family.section else {})}
+    given = {_OTHER_NAMES.get(k, k): v for k, v in given.items() if v is not None}
     config = {**family.defaults, **given}
     _refuse(architecture, family, config)
     try:

@@ -106,11 +106,13 @@ class _Cursor:
         return Header(path, metadata, moved)
 
     def number(self, code: str) -> Any:
+        """One number of struct's type `code`."""
         (value,) = struct.unpack_from("<" + code, self.data, self.at)
         self.at += struct.calcsize(code)
         return value
 
     def string(self) -> str:
+        """One string: its length, then UTF-8."""
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
@@ -125,6 +127,7 @@ class _Cursor:
         return found
 
     def value(self, code: int) -> Any:
+        """One metadata value of the file's type `code`."""
         if code == _STRING:
             return self.string()
         if code == _ARRAY:
@@ -132,6 +135,7 @@ class _Cursor:
         return self.number(_SCALARS[code])
 
     def array(self, code: int, count: int) -> list[Any]:
+        """`count` values of one type."""
         if code == _STRING:
             return self.strings(count)
         if code == _ARRAY:
@@ -142,6 +146,7 @@ class _Cursor:
         return list(found)
 
     def tensor(self) -> tuple[str, TensorInfo]:
+        """One tensor's name and place, its offset counted from the data's start."""
         name = self.string()
         shape = tuple(self.number("Q") for _ in range(self.number("I")))[::-1]
         quant = gguf.GGMLQuantizationType(self.number("I")).name

@@ -134,7 +134,7 @@ def load(
     config, reader = open_checkpoint(source)
     weights = Weights(reader, progress)
     model = build(config, weights, kernels, max_model_len or config.max_model_len)
-    weights.check_all_taken(_harmless(config))
+    weights.check_all_taken(_harmless(config), config.names.ignored)
     return model
 
 
@@ -185,7 +185,7 @@ class Weights:
         if key is None:
             raise UserError(f"the checkpoint lacks weight {name}", "model")
         tensor = self.reader.read(name)
-        padded = name in PADDED and tensor.shape[0] > shape[0]
+        padded = name.endswith(PADDED) and tensor.shape[0] > shape[0]
         tensor = tensor[: shape[0]] if padded else tensor
         if tuple(tensor.shape) != shape:
             raise UserError(
@@ -198,10 +198,17 @@ class Weights:
             self.progress(len(self.taken), len(self.reader.keys))
         return tensor
 
-    def check_all_taken(self, harmless: tuple[str, ...]) -> None:
-        """Raise UserError naming what no part of the model asked for."""
-        left = set(self.reader.keys) - self.taken
-        left = sorted(name for name in left if not name.endswith(harmless))
+    def check_all_taken(
+        self, harmless: tuple[str, ...], ignored: tuple[str, ...]
+    ) -> None:
+        """Raise UserError naming what no part of the model asked for.
+
+        But for names that end as in `harmless` or start as in `ignored`.
+        """
+        left = sorted(set(self.reader.keys) - self.taken)
+        left = [
+            n for n in left if not n.endswith(harmless) and not n.startswith(ignored)
+        ]
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise UserError(
@@ -232,34 +239,35 @@ class _Builder:
 
     def decoder(self) -> Decoder:
         """The whole model."""
-        c = self.config
-        embedding = self.weights.take_as_stored(EMBEDDING, c.vocab_size, c.hidden_size)
+        c, root = self.config, self.config.names.root
+        vocabulary = c.vocab_size, c.hidden_size
+        embedding = self.weights.take_as_stored(root + EMBEDDING, *vocabulary)
         layers = tuple(self._layer(i, layer) for i, layer in enumerate(c.layers))
         return Decoder(
             spec=_spec(c),
             config=c,
             embedding=embedding,
             layers=layers,
-            norm=self._norm("model.norm", c.hidden_size),
+            norm=self._norm(f"{root}model.norm", c.hidden_size),
             head=self._head(embedding),
             kernels=self.kernels,
         )
 
     def _head(self, embedding: Tensor) -> Linear:
         """Its own weight, or the embedding's when tied; never made up."""
-        c = self.config
-        if c.tied:
+        if self.config.tied:
             return Linear(embedding.float())
-        if self.weights.reader.key(HEAD) is None:
+        name = self.config.names.root + HEAD
+        if self.weights.reader.key(name) is None:
             raise UserError(
                 "the configuration says tie_word_embeddings=false, but the checkpoint "
-                f"lacks {HEAD}: set it to true if the head is the embedding",
+                f"lacks {name}: set it to true if the head is the embedding",
                 "model",
             )
-        return Linear(self.weights.take(HEAD, c.vocab_size, c.hidden_size))
+        return Linear(self.weights.take(name, *embedding.shape))
 
     def _layer(self, i: int, layer: LayerConfig) -> Layer:
-        prefix = f"model.layers.{i}."
+        prefix = f"{self.config.names.root}model.layers.{i}."
         size = self.config.hidden_size
         norms = (n and self._norm(prefix + n, size) for n in self.config.names.norms)
         return Layer(

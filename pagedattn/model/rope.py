@@ -65,7 +65,8 @@ def read_rope(
     for a missing field of a known one.
     """
     kind = params.get("rope_type", params.get("type", "default"))
-    kind = _ALIASES.get(kind, kind)
+    # Early Phi-3 files say "su" or "yarn" and mean LongRoPE.
+    kind = "longrope" if "long_factor" in params else kind
     if kind not in SCALINGS:
         known = ", ".join(SCALINGS)
         raise NotSupported(f"rope type {kind!r} is not supported; supported: {known}")
@@ -166,4 +167,3 @@ SCALINGS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
-_ALIASES: Mapping[str, str] = {"su": "longrope"}

@@ -17,6 +17,7 @@ from typing import Any
 from pagedattn.config import EngineArgs, add_flags, args_from
 from pagedattn.errors import UserError
 from pagedattn.serve.settings import ServeArgs, add_serve_flags, serve_args_from
+from pagedattn.serve.sockets import listen, url_of
 from pagedattn.version import __version__
 
 log = logging.getLogger("pagedattn")
@@ -84,18 +85,17 @@ def settings_from(args: argparse.Namespace) -> tuple[EngineArgs, ServeArgs]:
 def _serve(args: argparse.Namespace) -> int:
     engine_args, settings = settings_from(args)
     _set_up_logging(settings.log_level)
-    # While weights load, which leaves the interpreter free, the web part is imported.
-    web = threading.Thread(target=import_module, args=("pagedattn.serve.app",))
-    web.start()
-    from pagedattn.serve.server import Server, listen, url_of
-
     with listen(settings.host, settings.port) as bound:
+        # While weights load, which leaves the interpreter free, the web part comes in.
+        web = threading.Thread(target=import_module, args=("pagedattn.serve.server",))
+        web.start()
         from pagedattn.async_engine import AsyncEngine
 
         engine = AsyncEngine.from_args(engine_args, show_progress=sys.stderr.isatty())
         try:
             web.join()
             from pagedattn.serve.app import build_app
+            from pagedattn.serve.server import Server
 
             app = build_app(engine, settings)
             server = Server(app, not engine_args.disable_log_stats)

@@ -13,7 +13,6 @@ from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn.serve.front import Front
@@ -43,8 +42,6 @@ class Gate:
         try:
             self._admit(scope)
             await self._count(scope, receive, reply)
-        except ClientDisconnect:  # in the middle of its body; nobody reads an answer
-            return
         except ClientDisconnect:  # in the middle of its body; nobody reads an answer
             return
         except Exception as problem:

@@ -15,7 +15,6 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from pagedattn.errors import UserError
 from pagedattn.serve.front import Front
 from pagedattn.serve.settings import ServeArgs
 
@@ -24,31 +23,6 @@ log = logging.getLogger("pagedattn.serve")
 STATS_EVERY = 10.0  # seconds between log lines of statistics
 FLUSH = 5.0  # seconds that the last bytes of answers get to leave
 NO_CLOSE = 0.05  # seconds between looks at what is still in flight
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, taken before the model is loaded; UserError if it can't be."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as problem:
-        raise UserError(
-            f"can't listen on {host}:{port}: {problem.strerror}. "
-            "Choose another with --host and --port.",
-            "port",
-        ) from None
-    return bound
-
-
-def url_of(bound: socket.socket) -> str:
-    """The address that clients use."""
-    host, port = bound.getsockname()[:2]
-    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):

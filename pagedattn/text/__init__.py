@@ -1,1 +1,1 @@
-
+"""Text: tokenizers, chat templates, incremental detokenizing, stop strings."""

@@ -1,0 +1,35 @@
+"""Where the server listens: taken early, so that a taken port is told at once.
+
+Knows addresses; loads neither the web framework nor torch.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from pagedattn.errors import UserError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, taken before the model is loaded; UserError if it can't be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as problem:
+        raise UserError(
+            f"can't listen on {host}:{port}: {problem.strerror}. "
+            "Choose another with --host and --port.",
+            "port",
+        ) from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address that clients use."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
