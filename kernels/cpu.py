@@ -50,6 +50,7 @@ LINE = 16  # floats in a cache line of 64 bytes
 ROWS_AT_ONCE = 8  # elementwise kernels: rows that a thread takes from the counter
 SMALL = 8192  # elementwise kernels: below this many numbers a second thread costs more
 
+Array = np.ndarray
 ZERO, HALF, ONE, TWO = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0))
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -111,7 +112,7 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], Kernel]:
 
 
 @inline
-def exp(x):
+def exp(x: float) -> float:
     """e^x in float32, relative error 1e-7, written so that loops over it vectorise.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; e^r is a polynomial (Cephes), 2^n a bit field.
@@ -129,13 +130,13 @@ def exp(x):
 
 
 @inline
-def enough(threads, size):
+def enough(threads: int, size: int) -> int:
     """One thread where there is little to do, else all."""
     return threads if size >= SMALL else 1
 
 
 @inline
-def tanh(x):
+def tanh(x: float) -> float:
     """1 - 2 / (e^2x + 1)."""
     return ONE - TWO / (exp(x + x) + ONE)
 
@@ -147,14 +148,24 @@ def tanh(x):
     "void(float32[:, :, :], float32[:, :, :], float32[:, :, :, ::1],"
     " float32[:, :, :, ::1], int64[::1], int64)"
 )
-def write_kv(key, value, k_cache, v_cache, slots, threads):
+def write_kv(
+    key: Array, value: Array, k_cache: Array, v_cache: Array, slots: Array, threads: int
+) -> None:
     """As spec.write_kv."""
     threads = enough(threads, key.size)
-    for_each(len(key), ROWS_AT_ONCE, threads, write_token, (key, value, k_cache, v_cache, slots))
+    for_each(
+        len(key),
+        ROWS_AT_ONCE,
+        threads,
+        write_token,
+        (key, value, k_cache, v_cache, slots),
+    )
 
 
 @inline
-def write_token(t, key, value, k_cache, v_cache, slots):
+def write_token(
+    t: int, key: Array, value: Array, k_cache: Array, v_cache: Array, slots: Array
+) -> None:
     """One token's keys and values, all heads."""
     _, kv_heads, block_size, dim = k_cache.shape
     block, offset = slots[t] // block_size, slots[t] % block_size
@@ -167,7 +178,7 @@ def write_token(t, key, value, k_cache, v_cache, slots):
 
 
 @inline
-def head(x, t, h):
+def head(x: Array, t: int, h: int) -> Array:
     """x[t, h] of an array whose last dimension is contiguous, known to be so."""
     start = (t * x.strides[0] + h * x.strides[1]) // x.itemsize
     return stretch(x, start, x.shape[2])
@@ -182,8 +193,17 @@ def head(x, t, h):
     " int64)"
 )
 def decode_attention(
-    out, q, k_cache, v_cache, tables, lengths, scale, window, softcap, threads
-):
+    out: Array,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    tables: Array,
+    lengths: Array,
+    scale: float,
+    window: int,
+    softcap: float,
+    threads: int,
+) -> None:
     """As spec.decode_attention: chunks of context by themselves, then merged."""
     seqs, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -200,7 +220,7 @@ def decode_attention(
 
 
 @inline
-def first_chunks(lengths, window):
+def first_chunks(lengths: Array, window: int) -> Array:
     """firsts[s] = number of context chunks of the sequences before s: [seqs + 1]."""
     firsts = np.zeros(len(lengths) + 1, np.int64)
     for s in range(len(lengths)):
@@ -210,13 +230,15 @@ def first_chunks(lengths, window):
 
 
 @inline
-def first_position(p, window):
+def first_position(p: Array, window: int) -> int:
     """The first position that a query at position p reads."""
     return max(0, p - window + 1) if window else 0
 
 
 @inline
-def attend_chunk(part, out, q, sums, context, formula):
+def attend_chunk(
+    part: int, out: Array, q: Array, sums: tuple, context: tuple, formula: tuple
+) -> None:
     """One KV head with one chunk of one sequence's context.
 
     Whoever finishes the last chunk of a (sequence, KV head) merges them.
@@ -242,7 +264,7 @@ def attend_chunk(part, out, q, sums, context, formula):
 
 
 @inline
-def scale_queries(queries, q, t, h, scale):
+def scale_queries(queries: Array, q: Array, t: int, h: int, scale: float) -> None:
     """queries[g] = scale * q[t, h + g]."""
     for g in range(len(queries)):
         row = head(q, t, h + g)
@@ -251,7 +273,9 @@ def scale_queries(queries, q, t, h, scale):
 
 
 @inline
-def scores(p, queries, k_cache, table, h, start, end):
+def scores(
+    p: Array, queries: Array, k_cache: Array, table: Array, h: int, start: int, end: int
+) -> None:
     """p[g, t - start] = queries[g] . k[t] for the positions t from start to end."""
     _, kv_heads, block_size, dim = k_cache.shape
     t = start
@@ -270,7 +294,7 @@ def scores(p, queries, k_cache, table, h, start, end):
 
 
 @inline
-def place(cache, table, h, t):
+def place(cache: Array, table: Array, h: int, t: int) -> int:
     """Where position t's row of KV head h starts in the cache's memory."""
     _, kv_heads, block_size, dim = cache.shape
     block, offset = table[t // block_size], t % block_size
@@ -278,7 +302,7 @@ def place(cache, table, h, t):
 
 
 @inline
-def fetch_ahead(cache, table, h, t, end, n):
+def fetch_ahead(cache: Array, table: Array, h: int, t: int, end: int, n: int) -> None:
     """Ask for n numbers from position t on: blocks lie anywhere, so hardware can't."""
     if t < end:
         start = place(cache, table, h, t)
@@ -287,18 +311,27 @@ def fetch_ahead(cache, table, h, t, end, n):
 
 
 @inline
-def score_tile(p, queries, keys, k0, column):
+def score_tile(p: Array, queries: Array, keys: Array, k0: int, column: Array) -> None:
     """Scores of every query with TOKENS keys."""
     group, dim = queries.shape
     for g in range(0, group, HEADS):
         dot_tile(
-            min(HEADS, group - g), queries, g * dim, dim, keys, k0, dim,
-            p, g * p.shape[1] + column, p.shape[1], dim,
+            min(HEADS, group - g),
+            queries,
+            g * dim,
+            dim,
+            keys,
+            k0,
+            dim,
+            p,
+            g * p.shape[1] + column,
+            p.shape[1],
+            dim,
         )
 
 
 @inline
-def dot(a, a0, b, b0, n):
+def dot(a: Array, a0: int, b: Array, b0: int, n: int) -> float:
     """Sum of a[a0 + d] * b[b0 + d], d < n, in flat memory."""
     a, b = stretch(a, a0, n), stretch(b, b0, n)
     total = ZERO
@@ -308,7 +341,7 @@ def dot(a, a0, b, b0, n):
 
 
 @inline
-def softmax_part(p, softcap):
+def softmax_part(p: Array, softcap: float) -> tuple[float, float]:
     """p = e^(cap(p) - m) for m = max cap(p); returns (m, sum of p)."""
     if softcap != ZERO:
         for t in range(len(p)):
@@ -323,7 +356,9 @@ def softmax_part(p, softcap):
 
 
 @inline
-def weigh(acc, p, v_cache, table, h, start, end):
+def weigh(
+    acc: Array, p: Array, v_cache: Array, table: Array, h: int, start: int, end: int
+) -> None:
     """acc[g] = sum of p[g, t - start] * v[t] over the positions t from start to end."""
     block_size, dim = v_cache.shape[2:]
     t = start
@@ -332,29 +367,81 @@ def weigh(acc, p, v_cache, table, h, start, end):
         fetch_ahead(v_cache, table, h, t + n, end, min(block_size, end - t - n) * dim)
         v0 = place(v_cache, table, h, t)
         product(
-            len(acc), dim, n, p, t - start, p.shape[1], v_cache, v0, dim,
-            acc, 0, dim, t - start,
+            len(acc),
+            dim,
+            n,
+            p,
+            t - start,
+            p.shape[1],
+            v_cache,
+            v0,
+            dim,
+            acc,
+            0,
+            dim,
+            t - start,
         )
         t += n
 
 
 @inline
-def product(rows, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc, keep):
+def product(
+    rows: int,
+    columns: int,
+    depth: int,
+    a: Array,
+    a0: int,
+    lda: int,
+    b: Array,
+    b0: int,
+    ldb: int,
+    c: Array,
+    c0: int,
+    ldc: int,
+    keep: int,
+) -> None:
     """c (+)= a @ b in flat memory, by tiles; columns beyond the last tile one by one."""
     whole = columns - columns % COLUMNS
     for i in range(0, rows, ROWS):
         n = min(ROWS, rows - i)
         for j in range(0, whole, COLUMNS):
             product_tile(
-                n, a, a0 + i * lda, lda, b, b0 + j, ldb,
-                c, c0 + i * ldc + j, ldc, depth, keep,
+                n,
+                a,
+                a0 + i * lda,
+                lda,
+                b,
+                b0 + j,
+                ldb,
+                c,
+                c0 + i * ldc + j,
+                ldc,
+                depth,
+                keep,
             )
     if whole < columns:
-        product_rest(rows, whole, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc, keep)
+        product_rest(
+            rows, whole, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc, keep
+        )
 
 
 @inline
-def product_rest(rows, first, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc, keep):
+def product_rest(
+    rows: int,
+    first: int,
+    columns: int,
+    depth: int,
+    a: Array,
+    a0: int,
+    lda: int,
+    b: Array,
+    b0: int,
+    ldb: int,
+    c: Array,
+    c0: int,
+    ldc: int,
+    keep: int,
+) -> None:
     """product, for the columns from `first` on."""
     for i in range(rows):
         row, sums = stretch(a, a0 + i * lda, depth), stretch(c, c0 + i * ldc, columns)
@@ -367,7 +454,16 @@ def product_rest(rows, first, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc
 
 
 @inline
-def merge_chunks(out, acc, m, l, firsts, s, h, kv_heads):
+def merge_chunks(
+    out: Array,
+    acc: Array,
+    m: Array,
+    l: Array,
+    firsts: Array,
+    s: int,
+    h: int,
+    kv_heads: int,
+) -> None:
     """One KV head of out[s]: its chunks' acc / l averaged with weights l e^m."""
     _, group, dim = acc.shape
     first, end = firsts[s] * kv_heads + h, firsts[s + 1] * kv_heads + h
@@ -395,8 +491,18 @@ def merge_chunks(out, acc, m, l, firsts, s, h, kv_heads):
     " float32, int64, float32, int64)"
 )
 def prefill_attention(
-    out, q, k_cache, v_cache, tables, query_starts, lengths, scale, window, softcap, threads
-):
+    out: Array,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    tables: Array,
+    query_starts: Array,
+    lengths: Array,
+    scale: float,
+    window: int,
+    softcap: float,
+    threads: int,
+) -> None:
     """As spec.prefill_attention: tiles of queries, each over its context in pieces."""
     firsts = first_tiles(query_starts, q.shape[1] // k_cache.shape[1])
     tasks = firsts[-1] * k_cache.shape[1]
@@ -406,13 +512,13 @@ def prefill_attention(
 
 
 @inline
-def tile_queries(group):
+def tile_queries(group: int) -> int:
     """Queries of one task, so that it has about QUERIES rows."""
     return max(1, QUERIES // group)
 
 
 @inline
-def first_tiles(query_starts, group):
+def first_tiles(query_starts: Array, group: int) -> Array:
     """firsts[s] = number of query tiles of the sequences before s: [seqs + 1]."""
     firsts = np.zeros(len(query_starts), np.int64)
     for s in range(len(query_starts) - 1):
@@ -422,7 +528,9 @@ def first_tiles(query_starts, group):
 
 
 @inline
-def attend_tile(task, out, q, context, formula):
+def attend_tile(
+    task: int, out: Array, q: Array, context: tuple, formula: tuple
+) -> None:
     """One KV head with one tile of queries; the last tiles, the longest, come first."""
     k_cache, v_cache, tables, query_starts, lengths, firsts = context
     kv_heads = k_cache.shape[1]
@@ -436,7 +544,9 @@ def attend_tile(task, out, q, context, formula):
     queries = np.empty((n * group, q.shape[2]), np.float32)
     for i in range(n):
         scale_queries(queries[i * group :][:group], q, row + i, h * group, formula[0])
-    acc, l = attend_rows(queries, group, k_cache, v_cache, tables[s], h, position, formula)
+    acc, l = attend_rows(
+        queries, group, k_cache, v_cache, tables[s], h, position, formula
+    )
     for r in range(n * group):
         result = head(out, row + r // group, h * group + r % group)
         for d in range(len(result)):
@@ -444,7 +554,16 @@ def attend_tile(task, out, q, context, formula):
 
 
 @inline
-def attend_rows(queries, group, k_cache, v_cache, table, h, position, formula):
+def attend_rows(
+    queries: Array,
+    group: int,
+    k_cache: Array,
+    v_cache: Array,
+    table: Array,
+    h: int,
+    position: int,
+    formula: tuple,
+) -> tuple[Array, Array]:
     """(acc, l) of the rows of queries; every `group` rows stand one position further."""
     _, window, softcap = formula
     rows, dim = queries.shape
@@ -460,8 +579,19 @@ def attend_rows(queries, group, k_cache, v_cache, table, h, position, formula):
         copy_context(keys, values, k_cache, v_cache, table, h, start, n)
         for panel in range(-(-n // COLUMNS)):
             product(
-                rows, COLUMNS, dim, queries, 0, dim,
-                keys, panel * dim * COLUMNS, COLUMNS, p, panel * COLUMNS, KEYS, 0,
+                rows,
+                COLUMNS,
+                dim,
+                queries,
+                0,
+                dim,
+                keys,
+                panel * dim * COLUMNS,
+                COLUMNS,
+                p,
+                panel * COLUMNS,
+                KEYS,
+                0,
             )
         for r in range(rows):
             at = position + r // group
@@ -473,13 +603,24 @@ def attend_rows(queries, group, k_cache, v_cache, table, h, position, formula):
 
 
 @inline
-def copy_context(keys, values, k_cache, v_cache, table, h, start, n):
+def copy_context(
+    keys: Array,
+    values: Array,
+    k_cache: Array,
+    v_cache: Array,
+    table: Array,
+    h: int,
+    start: int,
+    n: int,
+) -> None:
     """keys[t / 16, :, t % 16], values[t] = those of position start + t, for t < n."""
     dim = k_cache.shape[3]
     for t in range(n):
         at = place(k_cache, table, h, start + t)
         k, v = stretch(k_cache, at, dim), stretch(v_cache, at, dim)
-        column = stretch(keys, t // COLUMNS * dim * COLUMNS + t % COLUMNS, dim * COLUMNS)
+        column = stretch(
+            keys, t // COLUMNS * dim * COLUMNS + t % COLUMNS, dim * COLUMNS
+        )
         for d in range(dim):
             column[d * COLUMNS] = k[d]
         for d in range(dim):
@@ -487,7 +628,9 @@ def copy_context(keys, values, k_cache, v_cache, table, h, start, n):
 
 
 @inline
-def softmax_step(p, low, high, acc, m, l, softcap):
+def softmax_step(
+    p: Array, low: int, high: int, acc: Array, m: float, l: float, softcap: float
+) -> tuple[float, float]:
     """One row of the online softmax: p becomes weights, 0 outside low .. high.
 
     Where the maximum grows from m, what acc and l hold shrinks by e^(m - new m).
@@ -511,13 +654,13 @@ def softmax_step(p, low, high, acc, m, l, softcap):
 
 
 @kernel("void(float32[:, :, :], float32[:, :, :], float32[::1], float32, int64)")
-def _rms_norm(out, x, weight, eps, threads):
+def _rms_norm(out: Array, x: Array, weight: Array, eps: float, threads: int) -> None:
     threads = enough(threads, x.size)
     for_each(len(x), ROWS_AT_ONCE, threads, norm_token, (out, x, weight, eps))
 
 
 @inline
-def norm_token(t, out, x, weight, eps):
+def norm_token(t: int, out: Array, x: Array, weight: Array, eps: float) -> None:
     """RMSNorm of x[t, h] for every h."""
     for h in range(x.shape[1]):
         row, result = head(x, t, h), head(out, t, h)
@@ -533,14 +676,20 @@ def norm_token(t, out, x, weight, eps):
     "void(float32[:, ::1], float32[:, ::1], float32[:, ::1], float32[::1], float32,"
     " int64)"
 )
-def add_rms_norm(out, residual, x, weight, eps, threads):
+def add_rms_norm(
+    out: Array, residual: Array, x: Array, weight: Array, eps: float, threads: int
+) -> None:
     """As spec.add_rms_norm."""
     threads = enough(threads, x.size)
-    for_each(len(x), ROWS_AT_ONCE, threads, add_norm_row, (out, residual, x, weight, eps))
+    for_each(
+        len(x), ROWS_AT_ONCE, threads, add_norm_row, (out, residual, x, weight, eps)
+    )
 
 
 @inline
-def add_norm_row(t, out, residual, x, weight, eps):
+def add_norm_row(
+    t: int, out: Array, residual: Array, x: Array, weight: Array, eps: float
+) -> None:
     """residual[t] += x[t]; out[t] = RMSNorm(residual[t])."""
     out, residual, x = out[t], residual[t], x[t]
     total = ZERO
@@ -553,21 +702,21 @@ def add_norm_row(t, out, residual, x, weight, eps):
 
 
 @kernel("void(float32[:, :, :], float32[:, :, :], int64[::1], float32[:, ::1], int64)")
-def rotary(q, k, positions, cos_sin, threads):
+def rotary(q: Array, k: Array, positions: Array, cos_sin: Array, threads: int) -> None:
     """As spec.rotary."""
     threads = enough(threads, q.size)
     for_each(len(q), ROWS_AT_ONCE, threads, rotate_token, (q, k, positions, cos_sin))
 
 
 @inline
-def rotate_token(t, q, k, positions, cos_sin):
+def rotate_token(t: int, q: Array, k: Array, positions: Array, cos_sin: Array) -> None:
     """One token's queries and keys."""
     rotate_heads(q, cos_sin[positions[t]], t)
     rotate_heads(k, cos_sin[positions[t]], t)
 
 
 @inline
-def rotate_heads(x, cos_sin, t):
+def rotate_heads(x: Array, cos_sin: Array, t: int) -> None:
     """Turn the pairs (d, d + half) of x[t, h] for every h."""
     half = len(cos_sin) // 2
     cos, sin = stretch(cos_sin, 0, half), stretch(cos_sin, half, half)
@@ -581,14 +730,14 @@ def rotate_heads(x, cos_sin, t):
 
 
 @kernel("void(float32[:, ::1], float32[:, ::1], int64)")
-def silu_mul(out, gate_up, threads):
+def silu_mul(out: Array, gate_up: Array, threads: int) -> None:
     """As spec.silu_mul."""
     threads = enough(threads, out.size)
     for_each(len(out), ROWS_AT_ONCE, threads, silu_row, (out, gate_up))
 
 
 @inline
-def silu_row(t, out, gate_up):
+def silu_row(t: int, out: Array, gate_up: Array) -> None:
     """out = gate / (1 + e^-gate) * up: one row."""
     out, gate_up, n = out[t], gate_up[t], out.shape[1]
     for d in range(n):
@@ -596,14 +745,14 @@ def silu_row(t, out, gate_up):
 
 
 @kernel("void(float32[:, ::1], float32[:, ::1], int64)")
-def gelu_tanh_mul(out, gate_up, threads):
+def gelu_tanh_mul(out: Array, gate_up: Array, threads: int) -> None:
     """As spec.gelu_tanh_mul."""
     threads = enough(threads, out.size)
     for_each(len(out), ROWS_AT_ONCE, threads, gelu_row, (out, gate_up))
 
 
 @inline
-def gelu_row(t, out, gate_up):
+def gelu_row(t: int, out: Array, gate_up: Array) -> None:
     """out = gate / 2 * (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) * up."""
     out, gate_up, n = out[t], gate_up[t], out.shape[1]
     for d in range(n):

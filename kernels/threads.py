@@ -46,7 +46,9 @@ def openmp_path() -> str | None:
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line.split()[-1] for line in lines if "omp" in line.split("/")[-1]}
-    known = [p for p in paths if Path(p).name.startswith(("libgomp", "libiomp", "libomp"))]
+    known = [
+        p for p in paths if Path(p).name.startswith(("libgomp", "libiomp", "libomp"))
+    ]
     return min(known, key=lambda p: ("torch" not in p, p), default=None)
 
 

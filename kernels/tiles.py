@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -26,6 +27,7 @@ HEADS = 3
 WORD = ir.IntType(32)
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 INDEX = types.int64
+Array = np.ndarray
 
 # A part of a kernel: no wrappers for Python and C, which halve the compiler's speed.
 inline = njit(
@@ -117,7 +119,9 @@ def _product_tile(rows: int) -> Callable[..., None]:
                 for j in range(0, COLUMNS, LANES)
             ]
             for i in range(rows):
-                at = builder.add(a0, builder.add(builder.mul(lda, lda.type(i)), loop.index))
+                at = builder.add(
+                    a0, builder.add(builder.mul(lda, lda.type(i)), loop.index)
+                )
                 value = _spread(builder, builder.load(builder.gep(a, [at])))
                 for j, column in enumerate(bs):
                     _multiply_add(builder, value, column, sums[i * len(bs) + j])
@@ -128,8 +132,18 @@ def _product_tile(rows: int) -> Callable[..., None]:
 
     @intrinsic
     def tile(
-        typingctx: Any, a: Any, a0: Any, lda: Any, b: Any, b0: Any, ldb: Any,
-        c: Any, c0: Any, ldc: Any, depth: Any, keep: Any,
+        typingctx: Any,
+        a: Any,
+        a0: Any,
+        lda: Any,
+        b: Any,
+        b0: Any,
+        ldb: Any,
+        c: Any,
+        c0: Any,
+        ldc: Any,
+        depth: Any,
+        keep: Any,
     ) -> Any:
         n = INDEX
         return types.void(a, n, n, b, n, n, c, n, n, n, n), codegen
@@ -143,9 +157,7 @@ def _dot_tile(rows: int) -> Callable[..., None]:
     def emit(builder: Any, args: Any) -> None:
         a, a0, lda, b, b0, ldb, c, c0, ldc, depth = args
         zero = VECTOR([0.0] * LANES)
-        sums = [
-            cgutils.alloca_once_value(builder, zero) for _ in range(rows * TOKENS)
-        ]
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * TOKENS)]
         with cgutils.for_range_slice(
             builder, depth.type(0), depth, depth.type(LANES), depth.type
         ) as (k, _):
@@ -160,7 +172,9 @@ def _dot_tile(rows: int) -> Callable[..., None]:
                     _multiply_add(builder, value, token, sums[i * TOKENS + t])
         for i in range(rows):
             for t in range(TOKENS):
-                at = builder.add(c0, builder.add(builder.mul(ldc, ldc.type(i)), ldc.type(t)))
+                at = builder.add(
+                    c0, builder.add(builder.mul(ldc, ldc.type(i)), ldc.type(t))
+                )
                 total = _across(builder, builder.load(sums[i * TOKENS + t]))
                 builder.store(total, builder.gep(c, [at]))
 
@@ -168,8 +182,17 @@ def _dot_tile(rows: int) -> Callable[..., None]:
 
     @intrinsic
     def tile(
-        typingctx: Any, a: Any, a0: Any, lda: Any, b: Any, b0: Any, ldb: Any,
-        c: Any, c0: Any, ldc: Any, depth: Any,
+        typingctx: Any,
+        a: Any,
+        a0: Any,
+        lda: Any,
+        b: Any,
+        b0: Any,
+        ldb: Any,
+        c: Any,
+        c0: Any,
+        ldc: Any,
+        depth: Any,
     ) -> Any:
         n = INDEX
         return types.void(a, n, n, b, n, n, c, n, n, n), codegen
@@ -226,14 +249,18 @@ def _sum_from(builder: Any, place: Any, keep: Any) -> Any:
 
 def _multiply_add(builder: Any, a: Any, b: Any, total: Any) -> None:
     product = builder.fmul(a, b, flags=("contract",))
-    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+    builder.store(
+        builder.fadd(builder.load(total), product, flags=("contract",)), total
+    )
 
 
 def _spread(builder: Any, value: Any) -> Any:
     """A vector with `value` in every lane."""
     nothing = ir.Constant(VECTOR, ir.Undefined)
     first = builder.insert_element(nothing, value, WORD(0))
-    return builder.shuffle_vector(first, nothing, ir.VectorType(WORD, LANES)([0] * LANES))
+    return builder.shuffle_vector(
+        first, nothing, ir.VectorType(WORD, LANES)([0] * LANES)
+    )
 
 
 def _across(builder: Any, vector: Any) -> Any:
@@ -250,7 +277,20 @@ _dot_1, _dot_2, _dot_3 = (_dot_tile(n) for n in (1, 2, 3))
 
 
 @inline
-def product_tile(rows, a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep):
+def product_tile(
+    rows: int,
+    a: Array,
+    a0: int,
+    lda: int,
+    b: Array,
+    b0: int,
+    ldb: int,
+    c: Array,
+    c0: int,
+    ldc: int,
+    depth: int,
+    keep: int,
+) -> None:
     """c (+)= a @ b for rows <= ROWS and COLUMNS columns; keep = 0 overwrites c."""
     if rows == 6:
         _product_6(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
@@ -267,7 +307,19 @@ def product_tile(rows, a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep):
 
 
 @inline
-def dot_tile(rows, a, a0, lda, b, b0, ldb, c, c0, ldc, depth):
+def dot_tile(
+    rows: int,
+    a: Array,
+    a0: int,
+    lda: int,
+    b: Array,
+    b0: int,
+    ldb: int,
+    c: Array,
+    c0: int,
+    ldc: int,
+    depth: int,
+) -> None:
     """c = a @ b.T for rows <= HEADS rows of a, TOKENS rows of b; depth % LANES == 0."""
     if rows == 3:
         _dot_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth)

@@ -54,14 +54,12 @@ class Sequence:
         self.params = request.params
         self.tokenizer = tokenizer
         self.token_ids: list[int] = []
-        self.text = ""
         self.scores: list[Scores] | None = [] if self._scored else None
         self.cumulative: float | None = 0.0 if self._scored else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._detokenizer = self._new_detokenizer(request)
         self._shown_tokens = 0
-        self._shown_text = 0
 
     @property
     def _scored(self) -> bool:
@@ -85,8 +83,7 @@ class Sequence:
         """Take one update; whether a stop string completed in it, which ends the
         sequence there, whatever else the step brought."""
         request = update.request
-        tokens = self._before_stop_id(request, update.tokens)
-        matched = self._push(tokens)
+        matched = self._push(update.tokens, request.finish_reason == "stop")
         self.token_ids += update.tokens
         if self.scores is not None and update.result.logprobs is not None:
             data = update.result.logprobs
@@ -98,22 +95,12 @@ class Sequence:
             self._end(request.finish_reason, request.stop_reason)
         return matched is not None
 
-    def _push(self, tokens: tuple[int, ...]) -> str | None:
-        if self._detokenizer is None:
+    def _push(self, tokens: tuple[int, ...], stop_token: bool) -> str | None:
+        """The stop string that completed. An ending token is counted, but its text
+        is shown only if the caller wants the stop in the output."""
+        if self._detokenizer is None or not tokens:
             return None
-        matched = self._detokenizer.push(tokens)
-        self.text += self._detokenizer.take()
-        return matched
-
-    def _before_stop_id(
-        self, request: Request, tokens: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """The tokens whose text counts: an ending token is not text, unless the
-        caller wants the stop in the output."""
-        hidden = request.finish_reason == "stop"
-        if hidden and not self.params.include_stop_str_in_output:
-            return tokens[:-1]
-        return tokens
+        return self._detokenizer.push(tokens, stop_token=stop_token)
 
     def end(self, reason: str) -> None:
         """End without a further token."""
@@ -122,23 +109,31 @@ class Sequence:
 
     def _end(self, reason: str, stop: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop
-        if self._detokenizer is not None:
-            self._detokenizer.finish()
-            self.text += self._detokenizer.take()
+        if self._detokenizer is not None and not self._detokenizer.finished:
+            # An unfinished character at the end reads as U+FFFD, which is text too.
+            matched = self._detokenizer.finish()
+            if matched is not None:
+                self.finish_reason, self.stop_reason = "stop", matched
 
     def output(self, delta: bool) -> CompletionOutput:
         """What there is so far, or what came since the last call."""
-        first, shown = (self._shown_tokens, self._shown_text) if delta else (0, 0)
-        self._shown_tokens, self._shown_text = len(self.token_ids), len(self.text)
+        first = self._shown_tokens if delta else 0
+        self._shown_tokens = len(self.token_ids)
         return CompletionOutput(
             index=self.request.sibling,
-            text=self.text[shown:],
+            text=self._text(delta),
             token_ids=self.token_ids[first:],
             cumulative_logprob=self.cumulative,
             logprobs=None if self.scores is None else self.scores[first:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def _text(self, delta: bool) -> str:
+        if self._detokenizer is None:
+            return ""
+        new = self._detokenizer.take()
+        return new if delta else self._detokenizer.text
 
 
 @dataclass(slots=True)

@@ -85,9 +85,7 @@ def build(case: Case) -> Problem:
     size, dim, window = case.block_size, case.dim, case.window
     blocks = [-(-n // size) for n in case.lengths]
     total = sum(blocks)
-    k_cache, v_cache = spec.empty_kv(
-        total + 3, case.kv_heads, size, dim, torch.float32
-    )
+    k_cache, v_cache = spec.empty_kv(total + 3, case.kv_heads, size, dim, torch.float32)
     k_cache.fill_(torch.nan)
     v_cache.fill_(torch.nan)
     order = (torch.randperm(total + 2, generator=make) + 1).int().tolist()
@@ -428,8 +426,11 @@ def test_activations_at_the_edges() -> None:
 
 def test_same_signatures() -> None:
     """Every kernel of the specification exists here, and no other."""
-    names = {n.name for n in ast.parse((ROOT / "kernels/spec.py").read_text()).body
-             if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+    names = {
+        n.name
+        for n in ast.parse((ROOT / "kernels/spec.py").read_text()).body
+        if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")
+    }
     assert all(callable(getattr(cpu, name)) for name in names)
 
 
@@ -463,7 +464,12 @@ def test_import_compiles_nothing_and_cache_dir_is_the_users(tmp_path: Path) -> N
         env = {"PATH": "/usr/bin", "HOME": str(tmp_path), name: str(tmp_path / value)}
         done = subprocess.run(
             [sys.executable, "-c", script],
-            cwd=ROOT, env=env, check=True, capture_output=True, text=True, timeout=120,
+            cwd=ROOT,
+            env=env,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         seen[name] = Path(done.stdout.strip())
     assert seen["XDG_CACHE_HOME"].parent == tmp_path / "x" / "pagedattn" / "kernels"
