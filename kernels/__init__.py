@@ -1,3 +1,3 @@
-"""Every hot loop of the engine: a torch specification and the fast versions beside it."""
+"""Every hot loop of the engine: a torch specification beside the fast versions."""
 
 __version__ = "0"

@@ -4,14 +4,13 @@ It knows float32 arrays and the processor's vectors, and nothing of models or re
 Nothing compiles at import: a kernel compiles, or loads from the user's cache directory,
 on its first call, and `compile_all` does so for all. Chapter 04 builds it.
 
-Each kernel is a thin parallel loop around plain functions, because numba's parallel
-compiler is slow. Attention's work is dealt out task by task from one atomic counter, so
-that a core that is busy elsewhere delays one task and not half of the work.
+Each kernel is `for_each` over rows or tasks, in torch's own threads. A product's
+operand is a triple (array, place, stride): rows that lie `stride` numbers apart in the
+array's memory, the first at `place`.
 """
 
 import functools
 import hashlib
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -311,23 +310,13 @@ def fetch_ahead(cache: Array, table: Array, h: int, t: int, end: int, n: int) ->
 
 
 @inline
-def score_tile(p: Array, queries: Array, keys: Array, k0: int, column: Array) -> None:
+def score_tile(p: Array, queries: Array, keys: Array, k0: int, column: int) -> None:
     """Scores of every query with TOKENS keys."""
     group, dim = queries.shape
     for g in range(0, group, HEADS):
-        dot_tile(
-            min(HEADS, group - g),
-            queries,
-            g * dim,
-            dim,
-            keys,
-            k0,
-            dim,
-            p,
-            g * p.shape[1] + column,
-            p.shape[1],
-            dim,
-        )
+        scores = (p, g * p.shape[1] + column, p.shape[1])
+        n = min(HEADS, group - g)
+        dot_tile(n, dim, (queries, g * dim, dim), (keys, k0, dim), scores)
 
 
 @inline
@@ -366,63 +355,25 @@ def weigh(
         n = min(block_size - t % block_size, end - t)
         fetch_ahead(v_cache, table, h, t + n, end, min(block_size, end - t - n) * dim)
         v0 = place(v_cache, table, h, t)
-        product(
-            len(acc),
-            dim,
-            n,
-            p,
-            t - start,
-            p.shape[1],
-            v_cache,
-            v0,
-            dim,
-            acc,
-            0,
-            dim,
-            t - start,
-        )
+        weights, rows = (p, t - start, p.shape[1]), (v_cache, v0, dim)
+        product(len(acc), dim, n, weights, rows, (acc, 0, dim), t - start)
         t += n
 
 
 @inline
 def product(
-    rows: int,
-    columns: int,
-    depth: int,
-    a: Array,
-    a0: int,
-    lda: int,
-    b: Array,
-    b0: int,
-    ldb: int,
-    c: Array,
-    c0: int,
-    ldc: int,
-    keep: int,
+    rows: int, columns: int, depth: int, a: tuple, b: tuple, c: tuple, keep: int
 ) -> None:
-    """c (+)= a @ b in flat memory, by tiles; columns beyond the last tile one by one."""
+    """c = a @ b, or c += a @ b where keep is not 0; depth counts b's rows."""
+    (b_array, b0, ldb), (c_array, c0, ldc) = b, c
     whole = columns - columns % COLUMNS
     for i in range(0, rows, ROWS):
-        n = min(ROWS, rows - i)
+        n, above = min(ROWS, rows - i), (a[0], a[1] + i * a[2], a[2])
         for j in range(0, whole, COLUMNS):
-            product_tile(
-                n,
-                a,
-                a0 + i * lda,
-                lda,
-                b,
-                b0 + j,
-                ldb,
-                c,
-                c0 + i * ldc + j,
-                ldc,
-                depth,
-                keep,
-            )
+            here = (c_array, c0 + i * ldc + j, ldc)
+            product_tile(n, depth, above, (b_array, b0 + j, ldb), here, keep)
     if whole < columns:
-        product_rest(
-            rows, whole, columns, depth, a, a0, lda, b, b0, ldb, c, c0, ldc, keep
-        )
+        product_rest(rows, whole, columns, depth, a, b, c, keep)
 
 
 @inline
@@ -431,22 +382,18 @@ def product_rest(
     first: int,
     columns: int,
     depth: int,
-    a: Array,
-    a0: int,
-    lda: int,
-    b: Array,
-    b0: int,
-    ldb: int,
-    c: Array,
-    c0: int,
-    ldc: int,
+    a: tuple,
+    b: tuple,
+    c: tuple,
     keep: int,
 ) -> None:
-    """product, for the columns from `first` on."""
+    """product, for the columns from `first` on, which fill no tile."""
+    (a_array, a0, lda), (b_array, b0, ldb), (c_array, c0, ldc) = a, b, c
     for i in range(rows):
-        row, sums = stretch(a, a0 + i * lda, depth), stretch(c, c0 + i * ldc, columns)
+        row = stretch(a_array, a0 + i * lda, depth)
+        sums = stretch(c_array, c0 + i * ldc, columns)
         for j in range(first, columns):
-            column = stretch(b, b0 + j, depth * ldb)
+            column = stretch(b_array, b0 + j, depth * ldb)
             total = sums[j] if keep else ZERO
             for k in range(depth):
                 total += row[k] * column[k * ldb]
@@ -564,7 +511,7 @@ def attend_rows(
     position: int,
     formula: tuple,
 ) -> tuple[Array, Array]:
-    """(acc, l) of the rows of queries; every `group` rows stand one position further."""
+    """(acc, l) of some rows; every `group` of them stand one position further on."""
     _, window, softcap = formula
     rows, dim = queries.shape
     wide = -(-dim // COLUMNS) * COLUMNS
@@ -578,27 +525,15 @@ def attend_rows(
         n = min(KEYS, end - start)
         copy_context(keys, values, k_cache, v_cache, table, h, start, n)
         for panel in range(-(-n // COLUMNS)):
-            product(
-                rows,
-                COLUMNS,
-                dim,
-                queries,
-                0,
-                dim,
-                keys,
-                panel * dim * COLUMNS,
-                COLUMNS,
-                p,
-                panel * COLUMNS,
-                KEYS,
-                0,
-            )
+            column = (keys, panel * dim * COLUMNS, COLUMNS)
+            target = (p, panel * COLUMNS, KEYS)
+            product(rows, COLUMNS, dim, (queries, 0, dim), column, target, 0)
         for r in range(rows):
             at = position + r // group
             low = max(0, first_position(at, window) - start)
             high = min(n, at + 1 - start)
             m[r], l[r] = softmax_step(p[r, :n], low, high, acc[r], m[r], l[r], softcap)
-        product(rows, wide, n, p, 0, KEYS, values, 0, wide, acc, 0, wide, 1)
+        product(rows, wide, n, (p, 0, KEYS), (values, 0, wide), (acc, 0, wide), 1)
     return acc, l
 
 

@@ -84,11 +84,11 @@ def prefill_attention(
     """softmax(cap(scale * q . k)) v over the context that each query may see.
 
     out, q [tokens, heads, head_dim]; sequence s owns rows query_starts[s] to
-    query_starts[s + 1], n_s of them (int32 [seqs + 1]). lengths[s] (int32 [seqs]) is its
-    context, these tokens included, so that row i of s stands at position
+    query_starts[s + 1] (int32 [seqs + 1]), n_s of them. lengths[s] (int32 [seqs]) is
+    its context, these tokens included, so that row i of s stands at position
     p = lengths[s] - n_s + i and reads positions 0..p, or p-w+1..p with window = w > 0.
     cap(x) = softcap * tanh(x / softcap), or x where softcap is 0. Query head h reads KV
-    head h // (heads / kv_heads). Position p's key is in block tables[s, p // block_size].
+    head h // (heads / kv_heads). Position p is in block tables[s, p // block_size].
     """
     for s, length in enumerate(lengths.tolist()):
         start, end = query_starts[s : s + 2].tolist()
@@ -132,11 +132,11 @@ def add_rms_norm(
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-    """Turn the pairs (x[i], x[i + r/2]) of every head by its position's angle, in place.
+    """Turn the pairs (x[i], x[i + r/2]) of every head by its position's angle.
 
-    (a, b) -> (a cos - b sin, b cos + a sin), r = rotary_dim <= head_dim; the rest of a
-    head stays. q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], positions
-    int64 [tokens], cos_sin [max_len, r]: row p is r/2 cosines, then r/2 sines.
+    In place: (a, b) -> (a cos - b sin, b cos + a sin), r = rotary_dim <= head_dim; the
+    rest of a head stays. q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim],
+    positions int64 [tokens], cos_sin [max_len, r]: row p is r/2 cosines, r/2 sines.
     """
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, r/2]
@@ -147,12 +147,12 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
 
 
 def silu_mul(out: Tensor, gate_up: Tensor) -> None:
-    """out = silu(gate) * up, silu(x) = x / (1 + e^-x); gate_up [rows, 2F] = gate | up."""
+    """out = silu(gate) up, silu(x) = x / (1 + e^-x); gate_up [rows, 2F] = gate, up."""
     gate, up = gate_up.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
 def gelu_tanh_mul(out: Tensor, gate_up: Tensor) -> None:
-    """out = gelu(gate) * up, gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    """out = gelu(gate) up, gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
     gate, up = gate_up.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)

@@ -7,7 +7,6 @@ three times as long to compile. This module knows OpenMP's pool and nothing of k
 """
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,14 @@ def get_num_threads() -> int:
 def set_num_threads(n: int) -> None:
     """Use n threads for torch and for these kernels.
 
-    OpenMP keeps the count per calling thread: call this in the thread that computes.
+    The count belongs to the calling thread; a thread that computes for the first time
+    later starts with the count that was set last.
     """
     torch.set_num_threads(n)
 
 
 def openmp_path() -> str | None:
-    """The OpenMP library that torch has loaded; None where there is none to be found."""
+    """The OpenMP library that torch has loaded; None where there is none in sight."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line.split()[-1] for line in lines if "omp" in line.split("/")[-1]}
@@ -102,7 +102,7 @@ def for_each(
 
 
 def _worker(context: Any, module: Any, compiled: Any, record: Any) -> Any:
-    """void worker(data): take batches of numbers and call the body until none is left."""
+    """void worker(data): take batches of numbers, call the body, until none is left."""
     kind = ir.FunctionType(ir.VoidType(), [BYTES])
     name = module.get_unique_name(f"worker.{compiled.fndesc.mangled_name}")
     worker = ir.Function(module, kind, name)

@@ -5,7 +5,6 @@ loop with vector registers named one by one. They know flat float32 memory, offs
 strides, all counted in numbers, and nothing of attention. Chapter 04 draws them.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,7 +151,7 @@ def _product_tile(rows: int) -> Callable[..., None]:
 
 
 def _dot_tile(rows: int) -> Callable[..., None]:
-    """c[i, t] = a[i] . b[t] for `rows` rows of a and TOKENS rows of b, depth % 8 = 0."""
+    """c[i, t] = a[i] . b[t] for `rows` rows of a, TOKENS rows of b, depth % 8 = 0."""
 
     def emit(builder: Any, args: Any) -> None:
         a, a0, lda, b, b0, ldb, c, c0, ldc, depth = args
@@ -278,20 +277,13 @@ _dot_1, _dot_2, _dot_3 = (_dot_tile(n) for n in (1, 2, 3))
 
 @inline
 def product_tile(
-    rows: int,
-    a: Array,
-    a0: int,
-    lda: int,
-    b: Array,
-    b0: int,
-    ldb: int,
-    c: Array,
-    c0: int,
-    ldc: int,
-    depth: int,
-    keep: int,
+    rows: int, depth: int, a: tuple, b: tuple, c: tuple, keep: int
 ) -> None:
-    """c (+)= a @ b for rows <= ROWS and COLUMNS columns; keep = 0 overwrites c."""
+    """c (+)= a @ b for rows <= ROWS and COLUMNS columns; keep = 0 overwrites c.
+
+    a, b and c are (array, place of the first number, numbers from row to row).
+    """
+    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
     if rows == 6:
         _product_6(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
     elif rows == 5:
@@ -307,20 +299,9 @@ def product_tile(
 
 
 @inline
-def dot_tile(
-    rows: int,
-    a: Array,
-    a0: int,
-    lda: int,
-    b: Array,
-    b0: int,
-    ldb: int,
-    c: Array,
-    c0: int,
-    ldc: int,
-    depth: int,
-) -> None:
+def dot_tile(rows: int, depth: int, a: tuple, b: tuple, c: tuple) -> None:
     """c = a @ b.T for rows <= HEADS rows of a, TOKENS rows of b; depth % LANES == 0."""
+    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
     if rows == 3:
         _dot_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth)
     elif rows == 2:

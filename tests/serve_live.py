@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx
 import torch
-import uvicorn
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -24,6 +23,7 @@ from pagedattn.async_engine import AsyncEngine
 from pagedattn.config import EngineArgs
 from pagedattn.serve.app import build_app
 from pagedattn.serve.front import Front
+from pagedattn.serve.server import Server
 from pagedattn.serve.settings import ServeArgs
 from pagedattn.serve.sockets import listen, url_of
 
@@ -148,24 +148,31 @@ class Live:
         return [json.loads(e) for e in events[:-1]]
 
     def wait_idle(self, seconds: float = 10.0) -> None:
-        """Wait until nothing runs; then every block must be free and gauges be 0."""
+        """Wait until nothing runs and the gauges say so; then every block is free."""
         deadline = time.monotonic() + seconds
-        while self.front.in_flight or self.engine._engine.has_unfinished_requests():
+        quiet = 0  # looks in a row: requests may still be on their way in
+        while quiet < 3:
+            quiet = quiet + 1 if self._idle() else 0
             assert time.monotonic() < deadline, "requests are still under way"
             time.sleep(0.01)
-        time.sleep(0.02)
         self.engine._engine.check()
+
+    def _idle(self) -> bool:
+        if self.front.in_flight or self.engine._engine.has_unfinished_requests():
+            return False
         text = self.http.get("/metrics").text
-        for name in ("num_requests_running", "num_requests_waiting"):
-            assert f'vllm:{name}{{engine="0",model_name="tiny"}} 0.0' in text
+        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        zero = 'vllm:{}{{engine="0",model_name="tiny"}} 0.0'
+        return all(zero.format(name) in text for name in gauges)
 
 
 @contextmanager
 def serving(engine: AsyncEngine, settings: ServeArgs | None = None) -> Iterator[Live]:
     """A live server for `engine`, on a free port, in a thread."""
+    settings = settings or ServeArgs()
+    settings.uvicorn_log_level = "warning"
     app = build_app(engine, settings)
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none")
-    server = uvicorn.Server(config)
+    server = Server(app, log_stats=True)
     with listen("127.0.0.1", 0) as bound:
         url = url_of(bound)
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)

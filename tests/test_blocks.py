@@ -1,5 +1,7 @@
 """The block pool against a model made of plain lists: same blocks, same order."""
 
+import sys
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -123,3 +125,38 @@ def test_hash_is_stable_across_processes_and_versions():
     """A stored or shared cache relies on it; change the version in ROOT with it."""
     digest = block_hash(block_hash(ROOT, [1, 2]), [3, 4], [("salt", "s")])
     assert digest.hex().startswith("ee10e2ff84afd78d")
+
+
+def lines_run(call):
+    """How many lines of Python `call()` runs."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_work_does_not_grow_with_the_pool():
+    """Sharing a block out of the middle of the free list, taking and giving back:
+    as many steps with 1000 blocks as with 10."""
+    counts = []
+    for num_blocks in (10, 1000):
+        pool = BlockPool(num_blocks, lambda block: None)
+        held = pool.grow([], 3)
+        middle = pool.blocks[num_blocks // 2]
+        acts = [
+            lambda pool=pool, middle=middle: pool.grow([middle], 1),
+            lambda pool=pool, held=held: pool.give_back(held),
+            lambda pool=pool: len(pool.free),
+        ]
+        counts.append([lines_run(act) for act in acts])
+    assert counts[0] == counts[1]

@@ -137,6 +137,13 @@ def test_banner_says_how_it_runs() -> None:
     assert '"model": "first"' in text
 
 
+def test_kernels_can_be_compiled_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["download-kernels"]) == 0
+    said = capsys.readouterr()
+    folder = Path(said.out.removeprefix("kernels are in ").strip())
+    assert folder.is_dir() and "Kernels" in said.err
+
+
 def test_the_command_line_is_light() -> None:
     """Reading flags loads neither torch nor the web framework."""
     code = (

@@ -8,7 +8,7 @@ import ast
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,9 +16,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from pagedattn.kernels import cpu, spec
+from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 CLOSE = dict(rtol=1e-4, atol=2e-5)
@@ -112,7 +111,7 @@ def build(case: Case) -> Problem:
 
 
 def naive(case: Case, problem: Problem) -> Tensor:
-    """Softmax attention one query and head at a time, from the plain keys and values."""
+    """Softmax attention one query and head at a time, from plain keys and values."""
     scale, window, softcap = problem.tail
     out = torch.empty(problem.q.shape, dtype=torch.float64)
     for s, (length, n) in enumerate(zip(case.lengths, case.new, strict=True)):
@@ -168,9 +167,11 @@ LONG_WINDOW = Case((1500, 700), (1, 1), 16, 2, 2, 16, 600, 0.0, 2)
 @given(cases())
 @settings(max_examples=25)
 def test_spec_prefill_is_dense_softmax(case: Case) -> None:
-    small = [(min(n, 40), min(k, n, 40)) for n, k in zip(case.lengths, case.new)]
+    small = [
+        (min(n, 40), min(k, n, 40)) for n, k in zip(case.lengths, case.new, strict=True)
+    ]
     lengths, new = zip(*small, strict=True)
-    case = Case(lengths, new, *(getattr(case, f) for f in list(Case.__slots__)[2:]))
+    case = replace(case, lengths=lengths, new=new)
     problem = build(case)
     torch.testing.assert_close(attend(spec, problem), naive(case, problem), **CLOSE)
 
@@ -206,28 +207,18 @@ def test_decode_is_prefill_of_one_token(case: Case) -> None:
 def test_chunks_equal_one_shot(kernels: ModuleType, case: Case, step: int) -> None:
     """A prompt fed in pieces, each reading what the pieces before it have cached."""
     length = min(case.lengths[0], 120)
-    case = Case((length,), (length,), *(getattr(case, f) for f in Case.__slots__[2:]))
+    case = replace(case, lengths=(length,), new=(length,))
     whole = build(case)
     expected = attend(spec, whole)
     for start in range(0, length, step):
         end = min(length, start + step)
-        piece = build(Case((end,), (end - start,), *list_tail(case)))
-        piece = Problem(
-            whole.q[start:end],
-            [],
-            [],
-            whole.k_cache,
-            whole.v_cache,
-            whole.tables,
-            piece.starts,
-            piece.lengths,
-            whole.tail,
+        piece = replace(
+            whole,
+            q=whole.q[start:end],
+            starts=torch.tensor([0, end - start], dtype=torch.int32),
+            lengths=torch.tensor([end], dtype=torch.int32),
         )
         torch.testing.assert_close(attend(kernels, piece), expected[start:end], **CLOSE)
-
-
-def list_tail(case: Case) -> list[int | float]:
-    return [getattr(case, f) for f in Case.__slots__[2:]]
 
 
 def test_large_scores_stay_finite() -> None:
@@ -246,16 +237,11 @@ def test_decode_ignores_its_neighbours() -> None:
     problem = build(case)
     together = decode(cpu, problem)
     for s in range(3):
-        alone = Problem(
-            problem.q[s : s + 1],
-            [],
-            [],
-            problem.k_cache,
-            problem.v_cache,
-            problem.tables[s : s + 1],
-            problem.starts[:2],
-            problem.lengths[s : s + 1],
-            problem.tail,
+        alone = replace(
+            problem,
+            q=problem.q[s : s + 1],
+            tables=problem.tables[s : s + 1],
+            lengths=problem.lengths[s : s + 1],
         )
         assert torch.equal(decode(cpu, alone)[0], together[s])
 
@@ -455,25 +441,26 @@ def test_the_folder_is_not_hugging_faces_package() -> None:
 
 def test_import_compiles_nothing_and_cache_dir_is_the_users(tmp_path: Path) -> None:
     script = (
+        "import os\n"
         "from pagedattn.kernels import cpu\n"
         "assert 'compiled' not in vars(cpu.silu_mul)\n"
-        "print(cpu.cache_dir())\n"
+        "print(cpu.cache_dir().parent)\n"
+        "os.environ['XDG_CACHE_HOME'] = os.environ['HOME'] + '/x'\n"
+        "print(cpu.cache_dir().parent)\n"
+        "os.environ['PAGEDATTN_CACHE'] = os.environ['HOME'] + '/p'\n"
+        "print(cpu.cache_dir().parent)\n"
     )
-    seen = {}
-    for name, value in (("XDG_CACHE_HOME", "x"), ("PAGEDATTN_CACHE", "p")):
-        env = {"PATH": "/usr/bin", "HOME": str(tmp_path), name: str(tmp_path / value)}
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env=env,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        seen[name] = Path(done.stdout.strip())
-    assert seen["XDG_CACHE_HOME"].parent == tmp_path / "x" / "pagedattn" / "kernels"
-    assert seen["PAGEDATTN_CACHE"].parent == tmp_path / "p" / "kernels"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin", "HOME": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expected = [".cache/pagedattn/kernels", "x/pagedattn/kernels", "p/kernels"]
+    assert done.stdout.split() == [str(tmp_path / place) for place in expected]
     assert list(tmp_path.rglob("*.nbi")) == []
 
 

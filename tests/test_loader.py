@@ -235,6 +235,8 @@ def test_code_in_a_model_folder_never_runs(folder: Path, tmp_path: Path) -> None
         ({"eos_token_id": [7, 9]}, {}, [7, 9]),
         (None, {"eos_token_id": 5}, [5]),
         ({"temperature": 0.5}, {"eos_token_id": [5]}, [5]),
+        ({"eos_token_id": 0}, {}, [0]),
+        ({"eos_token_id": None}, {"eos_token_id": None}, []),
         (None, {"eos_token_id": None}, []),
     ],
 )

@@ -70,7 +70,9 @@ def test_ending_by_end_of_text_stop_id_or_length():
     assert end([7, 7], limit=5, eos=[7]) == ("stop", None)
 
 
-@pytest.mark.parametrize("min_tokens, ends", [(0, True), (1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    "min_tokens, ends", [(0, True), (1, True), (2, True), (3, False)]
+)
 def test_min_tokens_holds_every_end_back_but_the_length(min_tokens, ends):
     """C08: end-of-text and stop ids alike; the token that completes it may end."""
     want = ("stop", None) if ends else None

@@ -154,7 +154,9 @@ def test_all_of_a_prompt_must_fit_before_its_first_chunk_runs(first, fits):
 
 def test_order_of_arrival():
     scheduler = make(max_num_seqs=1)
-    requests = [add(scheduler, name, 1, 2, priority=9 - i) for i, name in enumerate("xab")]
+    requests = [
+        add(scheduler, name, 1, 2, priority=9 - i) for i, name in enumerate("xab")
+    ]
     assert [r.arrival for r in requests] == [0, 1, 2]
     assert [list(s) for s in drain(scheduler)] == [[n] for n in "xxaabb"]
 
@@ -503,3 +505,126 @@ def test_prefix_cache_is_reset_when_nothing_runs():
     b = add(scheduler, "b", list(range(9)), max_tokens=1)
     drain(scheduler)
     assert b.cached == 0
+
+
+def test_a_budget_of_one_token():
+    scheduler = make(max_num_batched_tokens=1)
+    add(scheduler, "a", 3, max_tokens=2)
+    add(scheduler, "b", 1, max_tokens=1)
+    assert drain(scheduler) == [{"a": 1}] * 4 + [{"b": 1}]
+
+
+def test_hits_that_lie_free_are_no_room():
+    """Admission reserves the whole prompt; sharing a free block uses it up, too."""
+    scheduler = make(num_blocks=6, max_num_batched_tokens=5)
+    add(scheduler, "a", list(range(9)), max_tokens=1)
+    drain(scheduler)  # leaves 2 cached blocks among 5 free ones
+    add(scheduler, "b", 5, max_tokens=4)
+    assert step(scheduler) == {"b": 5}
+    add(scheduler, "c", list(range(16)), max_tokens=1)  # 2 hits and 2 new: 4 of 3
+    assert step(scheduler) == {"b": 1}
+    add(scheduler, "d", 1)
+    assert step(scheduler) == {"b": 1}
+    assert step(scheduler) == {"b": 1}
+    assert step(scheduler) == {"c": 5}
+
+
+def test_one_plan_hits_what_it_fills_itself():
+    """Idea 3: a block is shareable from the plan that writes it."""
+    scheduler = make(max_num_batched_tokens=20)
+    for name in "ab":
+        add(scheduler, name, list(range(9)), max_tokens=1)
+    plan = scheduler.plan()
+    assert [(i.request_id, i.start, len(i.tokens)) for i in plan.items] == [
+        ("a", 0, 9),
+        ("b", 8, 1),
+    ]
+    assert plan.num_tokens == 10
+    shared = [item.tables[0][:2] for item in plan.items]
+    assert shared[0] == shared[1]
+
+
+def test_what_lies_behind_the_window_is_released_as_it_runs():
+    scheduler = make((4,), num_blocks=20)
+    add(scheduler, "a", 3, max_tokens=50)
+    while scheduler.has_requests():
+        assert step(scheduler) is not None
+        assert scheduler.pool.usable - len(scheduler.pool.free) <= 2
+
+
+def test_a_plan_that_preempts_admits_nobody():
+    """Not even who is first in line and small enough for what was freed."""
+    scheduler = make(num_blocks=6, max_num_batched_tokens=30, policy="priority")
+    add(scheduler, "a", 8, max_tokens=4)
+    add(scheduler, "b", 12, max_tokens=4, priority=2)
+    assert step(scheduler) == {"a": 8, "b": 12}
+    add(scheduler, "c", 2, max_tokens=1, priority=1)
+    assert step(scheduler) == {"a": 1}
+    assert names(scheduler.waiting) == ["c", "b"]
+    assert step(scheduler) == {"a": 1, "c": 2}
+
+
+def test_what_an_earlier_life_sampled_is_neither_awaited_nor_kept():
+    """C45: b is preempted with a token in flight, and runs again before it lands."""
+    scheduler = make(num_blocks=5, max_num_batched_tokens=20)
+    add(scheduler, "a", 8)
+    b = add(scheduler, "b", 8)
+    old = scheduler.plan()
+    assert sizes(old) == {"a": 8, "b": 8}
+    between = scheduler.plan()
+    assert sizes(between) == {"a": 1} and scheduler.preemptions == 1
+    scheduler.abort("a")
+    again, after = scheduler.plan(), scheduler.plan()
+    assert after.items[0].tokens == (Sampled(again.id, 0),)
+    for plan in (old, between):
+        assert scheduler.commit(plan, results(plan, 66)) == []
+    assert b.tokens[8:] == []
+    for plan in (again, after):
+        scheduler.commit(plan, results(plan, 67))
+    assert b.tokens[8:] == [67, 67] and b.pending == 0
+
+
+def test_suspects_run_in_order_of_importance():
+    scheduler = make(policy="priority")
+    add(scheduler, "a", 2, priority=1)
+    step(scheduler)
+    add(scheduler, "b", 2, priority=0)
+    plan = scheduler.plan()
+    assert sizes(plan) == {"a": 1, "b": 2}
+    scheduler.fail(plan, "boom")
+    assert [step(scheduler), step(scheduler)] == [{"b": 2}, {"a": 3}]
+
+
+def test_drops_of_a_failed_plan_are_said_again():
+    """The runner never heard of them."""
+    scheduler = make()
+    for name in "ab":
+        add(scheduler, name, 2)
+    step(scheduler)
+    scheduler.abort("a")
+    plan = scheduler.plan()
+    assert plan.drops == ("a",)
+    scheduler.fail(plan, "boom")
+    add(scheduler, "c", 2)
+    assert set(scheduler.plan().drops) == {"a", "b"}
+
+
+def test_a_block_settled_early_falls_with_the_plan_that_computes_it():
+    """b sits out some plans: its token is known long before it is computed."""
+    scheduler = make(max_num_batched_tokens=4, policy="priority")
+    b = add(scheduler, "b", [1, 2], priority=1)
+    plans = [scheduler.plan()]
+    add(scheduler, "a", 20, priority=0)
+    while b.computed < 4:
+        plans.append(scheduler.plan())
+    assert len(plans) == 7 and "b" not in sizes(plans[2])
+    indexed = len(scheduler.tables.index)
+    for plan in plans[:-1]:
+        scheduler.commit(plan, results(plan, 9))
+    assert len(scheduler.tables.index) == indexed + 1
+    scheduler.fail(plans[-1], "boom")
+    again = add(scheduler, "c", [1, 2, 9, 9, 9], priority=-1)
+    scheduler.abort("b")
+    scheduler.abort("a")
+    scheduler.plan()
+    assert again.cached == 0

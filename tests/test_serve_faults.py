@@ -341,6 +341,22 @@ def test_c36_out_of_range(live: Live, name: str, value: Any) -> None:
     assert name in refused(live, COMPLETIONS, {"prompt": "x", name: value}, name)
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_k", "seed", "min_tokens"])
+def test_c36_astronomic_integers(live: Live, name: str) -> None:
+    refused(live, COMPLETIONS, {"prompt": "x", name: 10**400}, name)
+
+
+def test_fields_named_like_our_own_attributes_change_nothing(live: Live) -> None:
+    odd = ("check", "scoring", "include_usage", "model_extra", "model_config")
+    odd += ("elsewhere", "generation_prompt", "__class__", "model_fields_set")
+    for body in ({"prompt": "x"}, {"messages": HI}):
+        path = COMPLETIONS if "prompt" in body else CHAT
+        body |= {"max_tokens": 2, "ignore_eos": True} | {name: True for name in odd}
+        reply = live.post(path, body)
+        assert reply.status_code == 200
+        assert reply.json()["usage"]["completion_tokens"] == 2
+
+
 def test_c36_off_values_are_fine(live: Live) -> None:
     for top_k in (0, -1):
         live.complete(prompt="x", max_tokens=1, temperature=1, top_k=top_k)

@@ -212,3 +212,72 @@ def test_capacity_is_reached_and_not_exceeded():
         assert tables.most_blocks(capacity) <= tables.pool.usable
         if windows != (5,):
             assert tables.most_blocks(capacity + 3) > tables.pool.usable
+
+
+def test_groups_at_the_edge_of_a_quarter():
+    """Less than a quarter more layers of one kind: one group each; else cut."""
+    for few, many, want in [(4, 5, [4, 4, 1]), (8, 9, [8, 9]), (5, 6, [5, 6])]:
+        groups = group_layers([0] * few + [8] * many)
+        assert [len(group.layers) for group in groups] == want
+    assert [g.window for g in group_layers([8, 0, 3])] == [0, 3, 8]
+
+
+def test_capacity_by_hand():
+    """12 usable blocks of 3 slots; windows of 5 and 3 touch 4 and 3 of them."""
+    want = {(0,): 36, (0, 0): 36, (0, 3, 0, 3): 27, (0, 5): 24, (5,): 36}
+    for windows, capacity in want.items():
+        tables = make(windows, num_blocks=13, block_size=3, chunk=4)
+        assert tables.capacity() == capacity, windows
+    assert make((0, 3, 5), num_blocks=3).capacity() == 0
+    assert make((0, 3), num_blocks=3).capacity() == 4
+
+
+def test_most_blocks_of_a_window_are_enough_and_hardly_more():
+    """A step touches window − 1 earlier tokens and a chunk, from any slot on."""
+    size, chunk = 3, 4
+    for window in range(1, 12):
+        tables = make((window,), 40, size, chunk)
+        n = window - 1 + chunk
+        touched = max(blocks_for(at + n, size) for at in range(size))
+        spare = tables.most_blocks(90) - touched
+        assert spare in ((0, 1) if n % size == 1 else (0,)), window
+        few = [tables.most_blocks(tokens) for tokens in (0, 1, 3, 4, 6)]
+        assert few == [0, 1, 1, 2, 2]
+
+
+def test_extra_keys_reach_every_block():
+    """The adapter's KV differs at every position: no block is shared with another's,
+    not even behind an equal parent."""
+    tables, found = make(), []
+    for name, load in zip("abcd", ["1", "1", "2", None], strict=True):
+        keys = (("adapter", load),) if load else ()
+        request, hit = run(tables, range(13), name, extra_keys=keys)
+        found.append(hit)
+    assert found == [0, 12, 0, 0]
+    base, keys = [Request("x", list(range(13)), SamplingParams(), 99) for _ in "ab"]
+    keys.extra_keys = (("adapter", "1"),)
+    first = tables.hashes(base, 1)
+    keys.hashes = list(first)
+    assert tables.hashes(base, 2)[1] != tables.hashes(keys, 2)[1]
+
+
+def test_a_hash_covers_every_token_before_and_in_its_block():
+    """One hash for each prefix, whichever of its tokens differs."""
+    tables = make()
+    prompts = [[0] * 12] + [[i == at for i in range(12)] for at in range(12)]
+    seen = {}
+    for prompt in prompts:
+        request = Request("x", [int(t) for t in prompt], SamplingParams(), 99)
+        for n, hash in enumerate(tables.hashes(request, 3), 1):
+            prefix = tuple(request.tokens[: n * 4])
+            assert seen.setdefault(hash, prefix) == prefix
+    assert len(seen) == len(set(seen.values())) == 3 + 4 * 3 + 4 * 2 + 4
+
+
+def test_growing_to_what_is_there_changes_nothing():
+    tables = make((0, 3))
+    request, _ = run(tables, range(9))
+    before = tables.ids(request)
+    for upto in (0, 4, 9, 12):
+        assert tables.grow(request, upto) and tables.ids(request) == before
+    assert tables.grow(request, 13) and tables.ids(request) != before

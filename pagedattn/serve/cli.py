@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from pagedattn.config import EngineArgs, add_flags, args_from
 from pagedattn.errors import UserError
@@ -86,11 +85,11 @@ def _serve(args: argparse.Namespace) -> int:
     engine_args, settings = settings_from(args)
     _set_up_logging(settings.log_level)
     with listen(settings.host, settings.port) as bound:
+        from pagedattn.async_engine import AsyncEngine
+
         # While weights load, which leaves the interpreter free, the web part comes in.
         web = threading.Thread(target=import_module, args=("pagedattn.serve.server",))
         web.start()
-        from pagedattn.async_engine import AsyncEngine
-
         engine = AsyncEngine.from_args(engine_args, show_progress=sys.stderr.isatty())
         try:
             web.join()
@@ -154,8 +153,3 @@ def _compile_kernels(args: argparse.Namespace) -> int:
         cpu.compile_all(show)
     print(f"kernels are in {cpu.cache_dir()}")
     return 0
-
-
-def parse(argv: Sequence[str]) -> dict[str, Any]:
-    """The flags of one command line as a dict, for tests and the book."""
-    return vars(build_parser().parse_args(argv))

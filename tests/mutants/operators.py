@@ -163,6 +163,8 @@ def delete(node: ast.AST) -> Iterator[ast.AST]:
     kinds = ast.Expr, ast.Assign, ast.AugAssign, ast.Delete, ast.Continue, ast.Break
     if isinstance(node, (*kinds, ast.For, ast.While, ast.If)):
         yield ast.Pass()
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        yield ast.Pass()
 
 
 OPERATORS: tuple[Rule, ...] = (
@@ -271,9 +273,7 @@ def _mutants(file: str, tree: ast.Module, only: str | None) -> Iterator[Mutant]:
                 _set(parent, place.path[-1], node)
                 at = place.statement.lineno
                 name = operator.__name__
-                yield Mutant(
-                    file, place.where, name, old, text, at, place.path, new
-                )
+                yield Mutant(file, place.where, name, old, text, at, place.path, new)
 
 
 @cache
