@@ -117,11 +117,10 @@ def sampling_defaults(args: EngineArgs, model: dict[str, Any]) -> dict[str, Any]
 
 
 def use_threads(wanted: int | None) -> int:
-    """Set both pools' threads, torch's and ours; the physical cores by default."""
+    """Set the threads of the one pool there is; the physical cores by default."""
     usable = len(psutil.Process().cpu_affinity()) if _has_affinity() else None
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     threads = wanted or min(cores, usable or cores)
-    torch.set_num_threads(threads)
     cpu.set_num_threads(threads)
     return threads
 

@@ -202,6 +202,8 @@ def test_no_hits_where_they_are_switched_off_or_prompts_are_scored():
 def test_plan_says_all_that_a_runner_needs():
     scheduler = make((0, 6), max_num_batched_tokens=6, num_blocks=9)
     params = SamplingParams(max_tokens=5)
+    add(scheduler, "z", 1)
+    scheduler.abort("z")
     request = Request(
         "a",
         [5, 6, 7, 8, 9, 10, 11],
@@ -325,6 +327,9 @@ def test_nobody_is_admitted_by_a_plan_that_preempts():
     while names(scheduler.running) == ["a"]:
         plan = scheduler.plan()
         scheduler.commit(plan, results(plan))
+    plan = scheduler.plan()
+    assert plan.starts[0].tokens == (2,) * 8 + (3,) and plan.starts[0].prompt_len == 8
+    scheduler.commit(plan, results(plan))
     drain(scheduler)
     assert len(b.tokens) == 12 and b.finish_reason == "length"
     assert b.cached == 0  # as it was at first, though it hit its own blocks since

@@ -4,11 +4,13 @@ A fake forward writes each computed position's prefix into its slot and then rea
 every position that attention would, through the table. Whatever is wrong with sharing,
 growth, trimming or eviction makes it read another prefix."""
 
+import itertools
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagedattn.cache.blocks import BlockPool
-from pagedattn.cache.prefix import PrefixIndex
+from pagedattn.cache.prefix import ROOT, PrefixIndex, block_hash
 from pagedattn.cache.tables import Tables, blocks_for, group_layers
 from pagedattn.request import Request, SamplingParams
 
@@ -232,6 +234,16 @@ def test_capacity_by_hand():
     assert make((0, 3), num_blocks=3).capacity() == 4
 
 
+def test_capacity_is_the_most_that_fits():
+    """Against counting up, for many small pools."""
+    for windows in [(0,), (0, 2), (0, 3, 5), (4, 9)]:
+        for num_blocks in range(2, 14):
+            tables = make(windows, num_blocks, block_size=2, chunk=3)
+            usable = tables.pool.usable
+            fits = [n for n in range(60) if tables.most_blocks(n) <= usable]
+            assert tables.capacity() == min(fits[-1], usable * 2)
+
+
 def test_most_blocks_of_a_window_are_enough_and_hardly_more():
     """A step touches window − 1 earlier tokens and a chunk, from any slot on."""
     size, chunk = 3, 4
@@ -281,3 +293,97 @@ def test_growing_to_what_is_there_changes_nothing():
     for upto in (0, 4, 9, 12):
         assert tables.grow(request, upto) and tables.ids(request) == before
     assert tables.grow(request, 13) and tables.ids(request) != before
+
+
+def test_a_hit_needs_exactly_the_blocks_that_the_next_token_reads():
+    """For each block: withdrawn from the index, it shortens the hit if the window
+    reaches it, and is not missed if not."""
+    for size in (1, 2, 3, 4):
+        for window in (0, *range(2, 5 * size + 2)):  # 0: all of it
+            tables = make((window,), 40, size, chunk=99)
+            request, _ = run(tables, range(4 * size + 1))
+            again = Request("b", list(range(4 * size + 1)), SamplingParams(), 99)
+            hits, position = tables.lookup(again), 4 * size
+            assert hits.tokens == position
+            first = position - window + 1 if window else 0
+            read = {q // size for q in range(max(0, first), position)}
+            held = {
+                i for i, b in enumerate(hits.blocks[0]) if b is not tables.pool.null
+            }
+            assert held == read, (size, window)
+            for i, id in enumerate(tables.ids(request)[0][:4]):
+                block = tables.pool.blocks[id]
+                key = block.key
+                tables.withdraw([block])
+                assert (tables.lookup(again).tokens < position) == (i in held)
+                tables.index.put(*key, block)
+
+
+def test_trim_keeps_exactly_what_the_next_token_needs():
+    """Its window's blocks and the one it is written to; also after a hit."""
+    for size, window in itertools.product((1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 19)):
+        tables = make((window,), 90, size, chunk=4)
+        for name, n in [("a", 20), ("b", 60)]:  # b begins with a's blocks
+            request = Request(name, list(range(n)), SamplingParams(), 99)
+            hits = tables.lookup(request) if name == "b" else tables.nothing()
+            at = request.computed = min(hits.tokens + 4, n)
+            assert tables.admit(request, hits, at, n)
+            while at < n:
+                tables.index_computed(request)
+                tables.trim(request)
+                (ids,) = tables.ids(request)
+                first = max(0, at - window + 1) // size
+                assert len(ids) == blocks_for(at, size)
+                assert [i > 0 for i in ids] == [i >= first for i in range(len(ids))]
+                at = request.computed = min(at + 3, n)
+                assert tables.grow(request, at)
+                tables.check([request])
+            assert (hits.tokens > 0) == (name == "b")
+            tables.release(request)
+            assert len(tables.pool.free) == tables.pool.usable
+
+
+def test_what_trim_releases_goes_tail_first():
+    tables = make((2,), num_blocks=9, block_size=2, chunk=20)
+    request, _ = run(tables, range(12))
+    (ids,) = tables.ids(request)
+    tables.trim(request)
+    assert [block.id for block in tables.pool.free][-5:] == list(reversed(ids[:5]))
+
+
+def test_hashes_are_those_of_blocks_behind_their_parents():
+    tables, tokens = make(), list(range(13))
+    request = Request("a", tokens, SamplingParams(), 99)
+    request.first_block_keys = (("k", "v"),)
+    first = block_hash(ROOT, tokens[:4], [("k", "v")])
+    second = block_hash(first, tokens[4:8])
+    third = block_hash(second, tokens[8:12])
+    assert tables.hashes(request, 1) == [first]
+    assert tables.hashes(request, 3) == [first, second, third]
+    assert tables.hashes(request, 2) == [first, second]
+
+
+def test_only_known_tokens_are_indexed():
+    """Computed, but not known yet: a token in flight completes no block."""
+    tables = make()
+    request, _ = run(tables, range(3))
+    assert tables.grow(request, 4)
+    request.computed, request.pending = 4, 1
+    assert tables.index_computed(request) == [] and len(tables.index) == 0
+    request.tokens.append(3)
+    request.pending = 0
+    assert len(tables.index_computed(request)) == len(tables.index) == 1
+    assert tables.index_computed(request) == []
+
+
+def test_admission_that_fails_changes_nothing():
+    """Whether what is reserved doesn't fit, or what is asked for now."""
+    for upto, reserve in [(9, 99), (99, 9)]:
+        tables = make(num_blocks=6)
+        first, _ = run(tables, range(9))
+        tables.release(first)
+        request = Request("b", list(range(9)), SamplingParams(), 999)
+        before = [block.id for block in tables.pool.free]
+        assert not tables.admit(request, tables.lookup(request), upto, reserve)
+        assert [block.id for block in tables.pool.free] == before
+        tables.check([])

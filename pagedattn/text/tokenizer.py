@@ -219,7 +219,10 @@ class _Library:
         self._library = library
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, the batch form lets other threads run meanwhile.
+        return self._library.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._library.decode(ids, skip_special_tokens=skip_special_tokens)

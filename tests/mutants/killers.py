@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
@@ -209,7 +210,7 @@ def killer(file: str, tree: ast.Module | str) -> str | None:
                     test()
     except Endless:
         return f"{running[-1]} (no end)"
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         return f"{running[-1]} ({type(error).__name__})"
     return None
 

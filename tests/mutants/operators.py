@@ -24,6 +24,7 @@ TARGETS: dict[str, str | None] = {
 }
 
 Rule = Callable[[ast.AST], Iterator[ast.AST]]
+Step = tuple[str, int | None]  # a field of a syntax tree's node, an index in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Mutant:
     old: str
     new: str
     line: int
-    path: tuple["Step", ...]
+    path: tuple[Step, ...]
     replacement: ast.AST
 
     @property
@@ -180,9 +181,6 @@ OPERATORS: tuple[Rule, ...] = (
 
 
 # Places: nodes where an operator may apply, with the statement they stand in.
-Step = tuple[str, int | None]  # a field of a syntax tree's node, an index in it
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """One node: the way to it, the definition around it, its innermost statement."""
