@@ -28,6 +28,7 @@ from pagedattn.model.decoder import ModelSpec
 from pagedattn.model.gguf import read_metadata
 from pagedattn.model.linear import linear_backend
 from pagedattn.model.source import Source
+from pagedattn.model.tokenizer import read_tokenizer
 from pagedattn.request import SamplingParams
 from pagedattn.runner import Runner
 from pagedattn.scheduler import Scheduler
@@ -93,7 +94,7 @@ def load_tokenizer(found: Source, args: EngineArgs) -> Tokenizer:
         found = source.resolve(args.tokenizer)
     if found.kind == "gguf":
         return Tokenizer.from_gguf(read_metadata(found.path))
-    return Tokenizer.from_folder(found.path)
+    return read_tokenizer(found.path)
 
 
 def _eos_of(tokenizer: Tokenizer) -> list[int]:

@@ -70,7 +70,9 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV blocks, whatever the memory (for tests)"
     )
-    max_num_batched_tokens: int = setting(2048, "token budget of one step")
+    max_num_batched_tokens: int = setting(
+        512, "token budget of one step; 512 take about a second on two cores"
+    )
     max_num_seqs: int = setting(128, "most sequences running at once")
     enable_chunked_prefill: bool = setting(
         True, "split long prompts over steps so that others go on"

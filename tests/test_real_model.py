@@ -70,7 +70,9 @@ def test_chunked(demo_gguf, chunk):
 def test_preempted_all_the_time(demo_gguf):
     longest = max(len(prompt) for prompt in DATA["prompts"]) + 32
     llm = LLM(
-        str(demo_gguf), num_gpu_blocks_override=-(-longest // 16) + 4, max_model_len=None
+        str(demo_gguf),
+        num_gpu_blocks_override=-(-longest // 16) + 4,
+        max_model_len=None,
     )
     assert agree(generate(llm)) == 0
     assert llm.llm_engine.scheduler.preemptions > 8

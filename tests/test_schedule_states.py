@@ -5,7 +5,6 @@ whose tokens depend on every earlier one (`HashModel`)."""
 from collections import deque
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import (

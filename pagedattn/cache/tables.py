@@ -106,9 +106,9 @@ class Tables:
         blocks = blocks_for(tokens, self.block_size)
         if not group.window:
             return blocks
-        # A step reads window − 1 earlier tokens and writes a chunk; neither need
-        # begin at a block's edge, hence one more.
-        span = blocks_for(group.window - 1 + self._chunk, self.block_size) + 1
+        # A step holds window − 1 earlier tokens and a chunk. n tokens in a row touch
+        # at most as many blocks as the first of them alone and n − 1 more.
+        span = blocks_for(group.window - 2 + self._chunk, self.block_size) + 1
         return min(blocks, span)
 
     # Prefix hits: whole blocks, and never the last token.
@@ -232,7 +232,6 @@ class Tables:
             if not group.window:
                 continue
             behind = max(0, request.computed - group.window + 1) // self.block_size
-            behind = min(behind, len(row.tables[g]))
             if behind > row.trimmed[g]:
                 self._cut(row, g, behind)
 

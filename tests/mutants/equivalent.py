@@ -83,17 +83,6 @@ EQUIVALENT: dict[Key, str] = {
     ),
     **_all(
         TABLES,
-        "Tables._most",
-        "span = blocks_for(group.window - 1 + self._chunk, self.block_size) + 1",
-        [
-            f"span = blocks_for(group.window - {n}, self.block_size) + 1"
-            for n in ("2 + self._chunk", "1 + self._chunk - 1")
-        ],
-        "Not equal, but as right: n tokens touch at most blocks_for(n - 1) + 1 blocks, "
-        "so the code sets one more aside than is needed when n % size == 1.",
-    ),
-    **_all(
-        TABLES,
         "Tables._agreed",
         "best, runs = (0, [0] * len(self.groups))",
         ["best, runs = (0, [1] * len(self.groups))"],
@@ -105,13 +94,6 @@ EQUIVALENT: dict[Key, str] = {
         "if full <= row.indexed:",
         ["pass", "if full < row.indexed:"],
         "A way out before work that finds nothing to do; it saves time.",
-    ),
-    **_all(
-        TABLES,
-        "Tables.trim",
-        "behind = min(behind, len(row.tables[g]))",
-        ["pass", "behind = min(behind, len(row.tables[g]) + 1)"],
-        "What lies behind the window is computed, so the table covers it already.",
     ),
     **_all(
         TABLES,
