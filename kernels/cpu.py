@@ -33,13 +33,14 @@ from .tiles import (
     MATH,
     ROWS,
     TOKENS,
-    dot_tile,
+    dot_tiles,
     inline,
     power_of_two,
     prefetch,
     product_tile,
     stretch,
     take_ticket,
+    wide_tile,
 )
 
 CHUNK = 256  # decode: context tokens of one task; fixed, so neighbours change no result
@@ -276,20 +277,21 @@ def scores(
     p: Array, queries: Array, k_cache: Array, table: Array, h: int, start: int, end: int
 ) -> None:
     """p[g, t - start] = queries[g] . k[t] for the positions t from start to end."""
-    _, kv_heads, block_size, dim = k_cache.shape
+    block_size, dim = k_cache.shape[2:]
     t = start
     while t < end:
-        offset = t % block_size
+        room = block_size - t % block_size
+        n = min(room, end - t)
+        fetch_ahead(k_cache, table, h, t + n, end, min(block_size, end - t - n) * dim)
         k0 = place(k_cache, table, h, t)
         # A whole tile may reach over unused slots, but not over the end of the block.
-        if dim % LANES == 0 and offset + TOKENS <= block_size:
-            fetch_ahead(k_cache, table, h, t + block_size, end, TOKENS * dim)
-            score_tile(p, queries, k_cache, k0, t - start)
-            t += TOKENS
-        else:
+        tiles = min(-(-n // TOKENS), room // TOKENS) if dim % LANES == 0 else 0
+        score_tiles(p, queries, k_cache, k0, t - start, tiles)
+        for i in range(tiles * TOKENS, n):
+            k, column = k0 + i * dim, t - start + i
             for g in range(len(queries)):
-                p[g, t - start] = dot(queries, g * dim, k_cache, k0, dim)
-            t += 1
+                p[g, column] = dot(queries, g * dim, k_cache, k, dim)
+        t += n
 
 
 @inline
@@ -310,13 +312,15 @@ def fetch_ahead(cache: Array, table: Array, h: int, t: int, end: int, n: int) ->
 
 
 @inline
-def score_tile(p: Array, queries: Array, keys: Array, k0: int, column: int) -> None:
-    """Scores of every query with TOKENS keys."""
+def score_tiles(
+    p: Array, queries: Array, keys: Array, k0: int, column: int, tiles: int
+) -> None:
+    """Scores of every query with tiles * TOKENS keys of one block."""
     group, dim = queries.shape
     for g in range(0, group, HEADS):
         scores = (p, g * p.shape[1] + column, p.shape[1])
         n = min(HEADS, group - g)
-        dot_tile(n, dim, (queries, g * dim, dim), (keys, k0, dim), scores)
+        dot_tiles(n, dim, (queries, g * dim, dim), (keys, k0, dim), scores, tiles)
 
 
 @inline
@@ -369,9 +373,15 @@ def product(
     whole = columns - columns % COLUMNS
     for i in range(0, rows, ROWS):
         n, above = min(ROWS, rows - i), (a[0], a[1] + i * a[2], a[2])
-        for j in range(0, whole, COLUMNS):
-            here = (c_array, c0 + i * ldc + j, ldc)
-            product_tile(n, depth, above, (b_array, b0 + j, ldb), here, keep)
+        j = 0
+        while j < whole:
+            beside, here = (b_array, b0 + j, ldb), (c_array, c0 + i * ldc + j, ldc)
+            if 2 * n <= ROWS and j + 2 * COLUMNS <= whole:
+                wide_tile(n, depth, above, beside, here, keep)
+                j += 2 * COLUMNS
+            else:
+                product_tile(n, depth, above, beside, here, keep)
+                j += COLUMNS
     if whole < columns:
         product_rest(rows, whole, columns, depth, a, b, c, keep)
 

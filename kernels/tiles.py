@@ -5,6 +5,7 @@ loop with vector registers named one by one. They know flat float32 memory, offs
 strides, all counted in numbers, and nothing of attention. Chapter 04 draws them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from numba.extending import intrinsic
 # occurs: a running maximum starts at minus infinity.
 MATH = {"contract", "reassoc", "nsz", "arcp"}
 LANES = 8  # floats in a vector that LLVM is given; it splits or joins them as it must
-COLUMNS = 16  # a product tile is up to 6 x 16: 12 of AVX2's 16 registers are sums
+COLUMNS = 16  # a product tile: up to 6 x 16 or 3 x 32; 12 of 16 registers are sums
 ROWS = 6
 TOKENS = 4  # a dot tile is up to 3 x 4: 12 sums again
 HEADS = 3
@@ -29,12 +30,15 @@ INDEX = types.int64
 Array = np.ndarray
 
 # A part of a kernel: no wrappers for Python and C, which halve the compiler's speed.
+# Inlined, because a call passes every array as seven numbers and counts references to
+# it: calls were a third of decode attention.
 inline = njit(
     nogil=True,
     error_model="numpy",
     fastmath=MATH,
     no_cpython_wrapper=True,
     no_cfunc_wrapper=True,
+    forceinline=True,
 )
 
 
@@ -100,84 +104,92 @@ def prefetch(typingctx: Any, array: Any, place: Any) -> Any:
     return types.void(array, INDEX), codegen
 
 
-def _product_tile(rows: int) -> Callable[..., None]:
-    """c[i, j] (+)= sum over k of a[i, k] * b[k, j] for `rows` x COLUMNS places."""
+def _product_tile(rows: int, columns: int) -> Callable[..., None]:
+    """c[i, j] (+)= sum over k of a[i, k] * b[k, j] for `rows` x `columns` places."""
 
     def emit(builder: Any, args: Any) -> None:
         a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep = args
         places = [
             _vector_at(builder, c, c0, ldc, i, j)
             for i in range(rows)
-            for j in range(0, COLUMNS, LANES)
+            for j in range(0, columns, LANES)
         ]
         sums = [_sum_from(builder, place, keep) for place in places]
         with cgutils.for_range(builder, depth) as loop:
             start = builder.add(b0, builder.mul(ldb, loop.index))
-            bs = [
-                builder.load(_vector_at(builder, b, start, ldb, 0, j), align=4)
-                for j in range(0, COLUMNS, LANES)
-            ]
-            for i in range(rows):
-                at = builder.add(
-                    a0, builder.add(builder.mul(lda, lda.type(i)), loop.index)
-                )
-                value = _spread(builder, builder.load(builder.gep(a, [at])))
-                for j, column in enumerate(bs):
-                    _multiply_add(builder, value, column, sums[i * len(bs) + j])
+
+            @functools.cache
+            def value(i: int) -> Any:
+                row = builder.add(a0, builder.mul(lda, lda.type(i)))
+                place = builder.gep(a, [builder.add(row, loop.index)])
+                return _spread(builder, builder.load(place))
+
+            @functools.cache
+            def column(j: int) -> Any:
+                place = _vector_at(builder, b, start, ldb, 0, j * LANES)
+                return builder.load(place, align=4)
+
+            for i, j in _shorter_side_held(rows, columns // LANES):
+                total = sums[i * columns // LANES + j]
+                _multiply_add(builder, value(i), column(j), total)
         for place, total in zip(places, sums, strict=True):
             builder.store(builder.load(total), place, align=4)
 
-    codegen = _function(f"product_tile_{rows}", emit)
+    return _tile(f"product_tile_{rows}x{columns}", emit)
 
-    @intrinsic
-    def tile(
-        typingctx: Any,
-        a: Any,
-        a0: Any,
-        lda: Any,
-        b: Any,
-        b0: Any,
-        ldb: Any,
-        c: Any,
-        c0: Any,
-        ldc: Any,
-        depth: Any,
-        keep: Any,
-    ) -> Any:
-        n = INDEX
-        return types.void(a, n, n, b, n, n, c, n, n, n, n), codegen
 
-    return tile
+def _shorter_side_held(rows: int, columns: int) -> list[tuple[int, int]]:
+    """All places of a tile, in the order that takes the fewest registers.
+
+    12 sums, three held vectors and one of the other side fill AVX2's 16 registers; a
+    17th would live in memory.
+    """
+    if rows > columns:
+        return [(i, j) for i in range(rows) for j in range(columns)]
+    return [(i, j) for j in range(columns) for i in range(rows)]
 
 
 def _dot_tile(rows: int) -> Callable[..., None]:
-    """c[i, t] = a[i] . b[t] for `rows` rows of a, TOKENS rows of b, depth % 8 = 0."""
+    """c[i, t] = a[i] . b[t] for `rows` rows of a, TOKENS rows of b, depth % 8 = 0.
+
+    And that `tiles` times, each time TOKENS rows of b and columns of c further on.
+    """
 
     def emit(builder: Any, args: Any) -> None:
-        a, a0, lda, b, b0, ldb, c, c0, ldc, depth = args
+        a, a0, lda, b, b0, ldb, c, c0, ldc, depth, tiles = args
         zero = VECTOR([0.0] * LANES)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * TOKENS)]
-        with cgutils.for_range_slice(
-            builder, depth.type(0), depth, depth.type(LANES), depth.type
-        ) as (k, _):
-            a_at, b_at = builder.add(a0, k), builder.add(b0, k)
-            bs = [
-                builder.load(_vector_at(builder, b, b_at, ldb, t, 0), align=4)
-                for t in range(TOKENS)
-            ]
+        sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(rows * TOKENS)]
+        with cgutils.for_range(builder, tiles) as tile:
+            first = builder.mul(tile.index, tiles.type(TOKENS))
+            row = builder.add(b0, builder.mul(first, ldb))
+            for total in sums:
+                builder.store(zero, total)
+            with cgutils.for_range_slice(
+                builder, depth.type(0), depth, depth.type(LANES), depth.type
+            ) as (k, _):
+                a_at, b_at = builder.add(a0, k), builder.add(row, k)
+                values = [
+                    builder.load(_vector_at(builder, a, a_at, lda, i, 0), align=4)
+                    for i in range(rows)
+                ]
+                for t in range(TOKENS):  # one by one: see _shorter_side_held
+                    place = _vector_at(builder, b, b_at, ldb, t, 0)
+                    token = builder.load(place, align=4)
+                    for i, value in enumerate(values):
+                        _multiply_add(builder, value, token, sums[i * TOKENS + t])
             for i in range(rows):
-                value = builder.load(_vector_at(builder, a, a_at, lda, i, 0), align=4)
-                for t, token in enumerate(bs):
-                    _multiply_add(builder, value, token, sums[i * TOKENS + t])
-        for i in range(rows):
-            for t in range(TOKENS):
-                at = builder.add(
-                    c0, builder.add(builder.mul(ldc, ldc.type(i)), ldc.type(t))
-                )
-                total = _across(builder, builder.load(sums[i * TOKENS + t]))
-                builder.store(total, builder.gep(c, [at]))
+                totals = [builder.load(sums[i * TOKENS + t]) for t in range(TOKENS)]
+                at = builder.add(builder.add(c0, first), builder.mul(ldc, ldc.type(i)))
+                total = _across(builder, *totals)
+                place = builder.bitcast(builder.gep(c, [at]), total.type.as_pointer())
+                builder.store(total, place, align=4)
 
-    codegen = _function(f"dot_tile_{rows}", emit)
+    return _tile(f"dot_tile_{rows}", emit)
+
+
+def _tile(name: str, emit: Callable[[Any, Any], None]) -> Callable[..., None]:
+    """An intrinsic for `emit`: three operands, each an array, a place and a stride."""
+    codegen = _function(name, emit)
 
     @intrinsic
     def tile(
@@ -192,9 +204,10 @@ def _dot_tile(rows: int) -> Callable[..., None]:
         c0: Any,
         ldc: Any,
         depth: Any,
+        last: Any,
     ) -> Any:
         n = INDEX
-        return types.void(a, n, n, b, n, n, c, n, n, n), codegen
+        return types.void(a, n, n, b, n, n, c, n, n, n, n), codegen
 
     return tile
 
@@ -203,6 +216,8 @@ def _function(name: str, emit: Callable[[Any, Any], None]) -> Callable[..., Any]
     """Code that calls `emit`'s code as a function of its own, one in the whole module.
 
     Never inlined: LLVM optimises a parallel kernel three times over, tiles included.
+    Optimised for size: else LLVM unrolls the loop, and the copies' loads, moved to the
+    top together, push sums out of their registers.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -212,6 +227,7 @@ def _function(name: str, emit: Callable[[Any, Any], None]) -> Callable[..., Any]
         function = cgutils.get_or_insert_function(builder.module, kind, name)
         if function.is_declaration:
             function.attributes.add("noinline")
+            function.attributes.add("optsize")
             function.linkage = "linkonce_odr"
             inner = ir.IRBuilder(function.append_basic_block("entry"))
             emit(inner, function.args)
@@ -262,16 +278,29 @@ def _spread(builder: Any, value: Any) -> Any:
     )
 
 
-def _across(builder: Any, vector: Any) -> Any:
-    """The sum of a vector's lanes."""
-    kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), VECTOR])
-    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-    reduce = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(reduce, [ir.FloatType()(0.0), vector], fastmath=("reassoc",))
+def _across(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The sums of four vectors' lanes, as a vector of four numbers.
+
+    Two vectors are folded into one of half sums, and so on: 11 instructions for four
+    sums, where one sum by itself takes six.
+    """
+    ab = _fold(builder, a, b, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
+    cd = _fold(builder, c, d, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
+    abcd = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+    halves = _fold(builder, ab, cd, *abcd)
+    return _fold(builder, halves, halves, [0, 1, 2, 3], [4, 5, 6, 7])
 
 
-_product_1, _product_2, _product_3 = (_product_tile(n) for n in (1, 2, 3))
-_product_4, _product_5, _product_6 = (_product_tile(n) for n in (4, 5, 6))
+def _fold(builder: Any, a: Any, b: Any, first: list[int], second: list[int]) -> Any:
+    """Some lanes of a and b (b's count from LANES on) plus as many others."""
+    kind = ir.VectorType(WORD, len(first))
+    parts = [builder.shuffle_vector(a, b, kind(lanes)) for lanes in (first, second)]
+    return builder.fadd(*parts)
+
+
+_product_1, _product_2, _product_3 = (_product_tile(n, COLUMNS) for n in (1, 2, 3))
+_product_4, _product_5, _product_6 = (_product_tile(n, COLUMNS) for n in (4, 5, 6))
+_wide_1, _wide_2, _wide_3 = (_product_tile(n, 2 * COLUMNS) for n in (1, 2, 3))
 _dot_1, _dot_2, _dot_3 = (_dot_tile(n) for n in (1, 2, 3))
 
 
@@ -299,12 +328,27 @@ def product_tile(
 
 
 @inline
-def dot_tile(rows: int, depth: int, a: tuple, b: tuple, c: tuple) -> None:
-    """c = a @ b.T for rows <= HEADS rows of a, TOKENS rows of b; depth % LANES == 0."""
+def wide_tile(rows: int, depth: int, a: tuple, b: tuple, c: tuple, keep: int) -> None:
+    """As product_tile, for rows <= ROWS / 2 and twice as many columns."""
     (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
     if rows == 3:
-        _dot_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth)
+        _wide_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
     elif rows == 2:
-        _dot_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth)
+        _wide_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
     else:
-        _dot_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth)
+        _wide_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
+
+
+@inline
+def dot_tiles(rows: int, depth: int, a: tuple, b: tuple, c: tuple, tiles: int) -> None:
+    """c = a @ b.T for rows <= HEADS rows of a, tiles * TOKENS rows of b.
+
+    depth % LANES == 0.
+    """
+    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
+    if rows == 3:
+        _dot_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, tiles)
+    elif rows == 2:
+        _dot_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, tiles)
+    else:
+        _dot_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, tiles)

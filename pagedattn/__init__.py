@@ -4,6 +4,7 @@ The front door: the names a caller needs, and nothing else. Importing it loads n
 torch; `LLM` and its kin bring the engine in when they are first asked for.
 """
 
+import os
 from importlib import import_module
 from typing import Any
 
