@@ -149,14 +149,16 @@ class LLM:
 
     def _finish(self, asks: Sequence[Ask], use_tqdm: bool) -> list[RequestOutput]:
         engine, done = self.llm_engine, {}
+        own = {ask.id for ask in asks}
         for ask in asks:
             engine.add(ask)
         try:
             with _progress(len(asks), use_tqdm) as bar:
                 while len(done) < len(asks):
                     for output in engine.step():
-                        done[output.request_id] = output
-                        _advance(bar, output)
+                        if output.request_id in own:
+                            done[output.request_id] = output
+                            _advance(bar, output)
         finally:  # interrupted: leave nothing behind
             for ask in asks:
                 engine.abort_request(ask.id)
