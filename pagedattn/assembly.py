@@ -22,6 +22,7 @@ from pagedattn.engine import Engine
 from pagedattn.errors import UserError
 from pagedattn.intake import Intake
 from pagedattn.kernels import cpu
+from pagedattn.kernels.threads import openmp_path
 from pagedattn.metrics import Metrics
 from pagedattn.model import loader, source
 from pagedattn.model.decoder import ModelSpec
@@ -60,12 +61,13 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     tokenizer = load_tokenizer(found, args)
     defaults = loader.generation_config(found)
     sampling = sampling_defaults(args, defaults)
+    groups = group_layers(spec.windows)
+    _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
     threads = use_threads(args.num_threads)
     with _bar("Kernels", show_progress) as progress:
         cpu.compile_all(lambda name, done, total: progress(done, total))
     with _bar("Weights", show_progress) as progress:
         model = loader.load(found, cpu, args.max_model_len, progress)
-    groups = group_layers(spec.windows)
     config, scheduler = _plan_cache(args, spec, groups)
     runner = Runner(model, groups, config.block_size, _new_cache(config, spec))
     name = (args.served_model_name or [found.name])[0]
@@ -196,6 +198,7 @@ def _facts(
         "dtype": "float32 (what CPU kernels compute in, whatever the file holds)",
         "linear": linear_backend(),
         "threads": str(threads),
+        "kernels": "numba" if openmp_path() else "numba, 1 thread: no OpenMP found",
         "num_gpu_blocks": str(config.num_blocks - 1),
         "block_size": str(config.block_size),
         "kv_cache_bytes": str(per_block * config.num_blocks),

@@ -158,7 +158,7 @@ class EngineArgs:
                 f"{model_len} tokens this model was made for.",
                 "max_model_len",
             )
-        length = self.max_model_len or model_len
+        length = self._length(model_len)
         return EngineConfig(
             block_size=self.block_size,
             num_blocks=self._num_blocks(length * groups, block_bytes, free_bytes),
@@ -171,6 +171,20 @@ class EngineArgs:
             policy=self.scheduling_policy,
             seed=self.seed,
             max_logprobs=self.max_logprobs,
+        )
+
+    def _length(self, model_len: int) -> int:
+        """The context length; without chunks every prompt must fit into one step, and
+        so must prompt and output together, when a preempted request resumes."""
+        budget = self.max_num_batched_tokens
+        if self.enable_chunked_prefill or (self.max_model_len or model_len) <= budget:
+            return self.max_model_len or model_len
+        if self.max_model_len is None:
+            return budget
+        raise UserError(
+            f"max_model_len={self.max_model_len} needs chunked prefill, or "
+            f"max_num_batched_tokens of as much; it is {budget}.",
+            "max_num_batched_tokens",
         )
 
     def _num_blocks(self, longest: int, block_bytes: int, free_bytes: int) -> int:

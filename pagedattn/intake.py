@@ -165,18 +165,7 @@ class Intake:
                 f"the KV pool holds {self.capacity} tokens of one request.",
                 "prompt",
             )
-        if not self.config.chunked_prefill:
-            self._check_budget(len(ids))
         return ids
-
-    def _check_budget(self, tokens: int) -> None:
-        budget = self.config.max_num_batched_tokens
-        if tokens > budget:
-            raise UserError(
-                f"the prompt has {tokens} tokens; without chunked prefill a step "
-                f"takes {budget} (max_num_batched_tokens).",
-                "prompt",
-            )
 
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):

@@ -126,7 +126,12 @@ def test_chat_template_is_a_file_or_jinja(tmp_path: Path) -> None:
 
 
 def test_banner_says_how_it_runs() -> None:
-    facts = {"architecture": "Llama", "dtype": "float32", "linear": "oneDNN"}
+    facts = {
+        "architecture": "Llama",
+        "dtype": "float32",
+        "linear": "oneDNN",
+        "kernels": "numba",
+    }
     facts |= {"threads": "2", "num_gpu_blocks": "128", "block_size": "16"}
     facts |= {"kv_cache_bytes": str(3 << 29), "max_model_len": "1024"}
     text = banner(facts, ["first", "second"], "http://127.0.0.1:8000")

@@ -220,6 +220,30 @@ def test_fit_length_keeps_what_fits():
     assert fit_length(EngineArgs(), config, 100).max_model_len == 100
 
 
+def test_without_chunks_a_context_fits_one_step():
+    """Also when a preempted request comes back with all it has generated."""
+    args = {"enable_chunked_prefill": False, "max_num_batched_tokens": 100}
+    assert EngineArgs(**args).settle(512, 1, 10**6).max_model_len == 100
+    assert EngineArgs(**args).settle(64, 1, 10**6).max_model_len == 64
+    with pytest.raises(UserError, match="101 needs chunked prefill.* 100"):
+        EngineArgs(max_model_len=101, **args).settle(512, 1, 10**6)
+
+
+def test_without_chunks_preempted_requests_come_back(folder, llm):
+    prompts = [f"{i} " * 8 for i in range(6)]
+    want = [list(one(llm, p, GREEDY).token_ids) for p in prompts]
+    small = LLM(
+        str(folder),
+        num_gpu_blocks_override=6,
+        max_num_batched_tokens=48,
+        enable_chunked_prefill=False,
+    )
+    outputs = small.generate(prompts, GREEDY, use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == want
+    assert small.llm_engine.scheduler.preemptions > 0
+    small.llm_engine.check()
+
+
 def test_settings_name_what_is_wrong():
     for bad, word in [
         ({"dtype": "bfloat16"}, "float32"),

@@ -124,6 +124,7 @@ def banner(facts: dict[str, str], names: list[str], url: str) -> str:
         ("model", f"{', '.join(names)} ({facts['architecture']})"),
         ("dtype", facts["dtype"]),
         ("linear layers", f"{facts['linear']}, {facts['threads']} threads"),
+        ("other kernels", facts["kernels"]),
         (
             "KV pool",
             f"{blocks} blocks of {size} tokens, {blocks * size} ({cache:.1f} GiB)",
