@@ -8,6 +8,7 @@ and the KV pool takes its share of what memory is left after them. Built in chap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,16 +59,17 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     """Build everything that `args` asks for; UserError if it can't be done."""
     found = source.resolve(args.model, args.revision)
     spec = loader.model_spec(found)
-    tokenizer = load_tokenizer(found, args)
-    defaults = loader.generation_config(found)
-    sampling = sampling_defaults(args, defaults)
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
     threads = use_threads(args.num_threads)
-    with _bar("Kernels", show_progress) as progress:
-        cpu.compile_all(lambda name, done, total: progress(done, total))
-    with _bar("Weights", show_progress) as progress:
-        model = loader.load(found, cpu, args.max_model_len, progress)
+    with ThreadPoolExecutor(1) as other_core:  # reading weights keeps one core busy
+        kernels = other_core.submit(_load_kernels, show_progress)
+        tokenizer = load_tokenizer(found, args)
+        defaults = loader.generation_config(found)
+        sampling = sampling_defaults(args, defaults)
+        with _bar("Weights", show_progress) as progress:
+            model = loader.load(found, cpu, args.max_model_len, progress)
+        kernels.result()
     config, scheduler = _plan_cache(args, spec, groups)
     runner = Runner(model, groups, config.block_size, _new_cache(config, spec))
     name = (args.served_model_name or [found.name])[0]
@@ -88,6 +90,11 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
         sampling,
         facts,
     )
+
+
+def _load_kernels(show_progress: bool) -> None:
+    with _bar("Kernels", show_progress) as progress:
+        cpu.compile_all(lambda name, done, total: progress(done, total))
 
 
 def load_tokenizer(found: Source, args: EngineArgs) -> Tokenizer:
