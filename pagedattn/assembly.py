@@ -74,7 +74,7 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     runner = Runner(model, groups, config.block_size, _new_cache(config, spec))
     name = (args.served_model_name or [found.name])[0]
     facts = _facts(found, spec, config, groups, threads)
-    eos_ids = defaults["eos_token_id"] or _eos_of(tokenizer)
+    eos_ids = [*defaults["eos_token_id"], *_eos_of(tokenizer)]
     intake = Intake(
         config, scheduler.tables.capacity(), spec.vocab_size, eos_ids, tokenizer
     )
@@ -116,7 +116,7 @@ def sampling_defaults(args: EngineArgs, model: dict[str, Any]) -> dict[str, Any]
     Raises UserError now, not at the first request, if they are no valid values.
     """
     chosen = model if args.generation_config == "auto" else {}
-    chosen = chosen | (args.override_generation_config or {})
+    chosen = chosen | _checked_override(args.override_generation_config or {})
     defaults = {k: chosen[k] for k in SAMPLING_DEFAULTS if chosen.get(k) is not None}
     if chosen.get("max_new_tokens") is not None:
         defaults["max_tokens"] = chosen["max_new_tokens"]
@@ -124,6 +124,17 @@ def sampling_defaults(args: EngineArgs, model: dict[str, Any]) -> dict[str, Any]
         defaults["temperature"] = 0.0
     SamplingParams(**defaults)
     return defaults
+
+
+def _checked_override(given: Any) -> dict[str, Any]:
+    known = {*SAMPLING_DEFAULTS, "max_new_tokens", "do_sample"}
+    if not isinstance(given, dict) or given.keys() - known:
+        raise UserError(
+            "override_generation_config must be an object of "
+            f"{', '.join(sorted(known))}; got {given!r}.",
+            "override_generation_config",
+        )
+    return given
 
 
 def use_threads(wanted: int | None) -> int:

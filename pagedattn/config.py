@@ -108,6 +108,10 @@ class EngineArgs:
         )
         if isinstance(self.served_model_name, str):
             self.served_model_name = [self.served_model_name]
+        if self.served_model_name is not None and not all(
+            self.served_model_name or [""]
+        ):
+            raise UserError("served_model_name must not be empty.", "served_model_name")
         if self.quantization is not None:
             raise NotSupported(
                 f"quantization={self.quantization!r} is not built yet; GGUF files of "
@@ -131,8 +135,13 @@ class EngineArgs:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UserError(f"{name} must be a number, got {value!r}.", name)
+            kinds = int | float if name == "gpu_memory_utilization" else int
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise UserError(
+                    f"{name} must be a number{' without a fraction' * (kinds is int)}, "
+                    f"got {value!r}.",
+                    name,
+                )
             if not low <= value <= high:
                 raise UserError(
                     f"{name} must be in [{low:g}, {high:g}], got {value}.", name

@@ -3,6 +3,7 @@
 The model is random, so baselines come first: run greedy, then cut what is needed out
 of the text that came."""
 
+import json
 import random
 
 import pytest
@@ -186,6 +187,19 @@ def test_interrupting_generate_leaves_nothing_behind(llm, monkeypatch):
     assert len(one(llm, "a", GREEDY).token_ids) == 24
 
 
+def test_every_known_end_of_text_ends(folder):
+    """generation_config's ids and the tokenizer's own."""
+    parts = assemble(EngineArgs(str(folder)))
+    assert parts.engine.intake.eos_ids == {257, 259}
+    config = {"eos_token_id": [259], "bos_token_id": 256}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    try:
+        again = assemble(EngineArgs(str(folder)))
+        assert again.engine.intake.eos_ids == {257, 259}  # 257: the tokenizer's
+    finally:
+        make_tiny_model(folder)
+
+
 # Sizes and settings.
 def test_a_length_that_does_not_fit_is_refused_with_the_numbers(folder):
     with pytest.raises(UserError) as refused:
@@ -253,6 +267,8 @@ def test_settings_name_what_is_wrong():
         ({"scheduling_policy": "random"}, "fcfs"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
         ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_num_seqs": 2.5}, "fraction"),
+        ({"served_model_name": []}, "served_model_name"),
         ({"no_such_thing": 1}, "no_such_thing"),
     ]:
         with pytest.raises(UserError, match=word):
@@ -267,5 +283,6 @@ def test_sampling_defaults_of_the_model():
     over = EngineArgs(override_generation_config={"top_p": 0.5})
     assert sampling_defaults(over, model)["top_p"] == 0.5
     assert sampling_defaults(EngineArgs(), {"do_sample": False}) == {"temperature": 0.0}
-    with pytest.raises(UserError, match="top_p"):
-        sampling_defaults(EngineArgs(override_generation_config={"top_p": 7}), {})
+    for bad, word in [({"top_p": 7}, "top_p"), ({"top_kk": 5}, "top_kk"), ([1], "1")]:
+        with pytest.raises(UserError, match=word):
+            sampling_defaults(EngineArgs(override_generation_config=bad), {})

@@ -247,3 +247,11 @@ def test_prompt_logprobs_are_keyed_by_id() -> None:
 def test_long_messages_are_cut() -> None:
     error = as_api_error(ApiError(400, "x" * 9999, "p")).body()["error"]
     assert len(error["message"]) < 2100 and error["param"] == "p"
+
+
+def test_the_documentation_has_no_dangling_references():
+    from pagedattn.serve.app import _reads
+    from pagedattn.serve.protocol import ChatBody, CompletionBody
+
+    for model in (ChatBody, CompletionBody):
+        assert "$ref" not in str(_reads(model)) and "StreamOptions" in str(_reads(model))

@@ -74,7 +74,20 @@ def _front(http: Request) -> Front:
 def _reads(model: type[Any]) -> dict[str, Any]:
     """The body's schema for the API's own documentation."""
     schema = model.model_json_schema(mode="validation")
+    schema = _inline(schema, schema.get("$defs", {}))
     return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+def _inline(node: Any, defs: dict[str, Any]) -> Any:
+    """`node` with every reference to `defs` replaced by what it names, since the
+    documentation has no place for definitions of its own."""
+    if isinstance(node, list):
+        return [_inline(value, defs) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(defs[node["$ref"].rsplit("/", 1)[1]], defs)
+    return {k: _inline(v, defs) for k, v in node.items() if k != "$defs"}
 
 
 async def _read(http: Request, model: type[Any]) -> Any:

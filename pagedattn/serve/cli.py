@@ -7,6 +7,7 @@ Knows flags, exit codes and the banner. A mistake is one line on stderr and exit
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import threading
@@ -98,7 +99,9 @@ def _serve(args: argparse.Namespace) -> int:
 
             app = build_app(engine, settings)
             server = Server(app, not engine_args.disable_log_stats)
-            print(banner(engine.facts, app.state.front.names, url_of(bound)))
+            keyed = bool(settings.keys())
+            names = app.state.front.names
+            print(banner(engine.facts, names, url_of(bound), keyed))
             sys.stdout.flush()
             server.run(sockets=[bound])
         finally:
@@ -112,14 +115,15 @@ def _set_up_logging(level: str) -> None:
     log.setLevel(level.upper())
 
 
-def banner(facts: dict[str, str], names: list[str], url: str) -> str:
+def banner(
+    facts: dict[str, str], names: list[str], url: str, keyed: bool = False
+) -> str:
     """What a start says: the model, how it runs, its pool, and how to ask it."""
     blocks, size = int(facts["num_gpu_blocks"]), int(facts["block_size"])
     length = int(facts["max_model_len"])
     cache = int(facts["kv_cache_bytes"]) / (1 << 30)
-    body = (
-        f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hi"}}]}}'
-    )
+    message = {"role": "user", "content": "Hi"}
+    body = json.dumps({"model": names[0], "messages": [message]})
     rows = (
         ("model", f"{', '.join(names)} ({facts['architecture']})"),
         ("dtype", facts["dtype"]),
@@ -135,7 +139,8 @@ def banner(facts: dict[str, str], names: list[str], url: str) -> str:
     )
     lines = [f"pagedattn {__version__}", *(f"  {k:16} {v}" for k, v in rows)]
     curl = f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
-    return "\n".join([*lines, f"{curl} -d '{body}'"])
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
+    return "\n".join([*lines, f"{curl}{key} -d '{body}'"])
 
 
 # Kernels.

@@ -144,10 +144,8 @@ def failed_if_error(finish_reason: str | None) -> None:
 
 def _sampling(front: Front, body: CompletionBody) -> SamplingParams:
     values = sampling_values(front, body)
-    default = values.pop("max_tokens", None)
-    most = body.max_tokens
-    if most is None:
-        most = default or DEFAULT_MAX_TOKENS
+    values.pop("max_tokens", None)  # the model's; a completion's default is OpenAI's
+    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None and "prompt_logprobs" not in values:
         values["prompt_logprobs"] = body.logprobs
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY

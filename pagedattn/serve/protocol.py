@@ -154,7 +154,7 @@ class GenerateBody(Body):
         self.check_extras()
         if self.stream_options is not None and not self.stream:
             _refuse("stream_options", "needs stream=true")
-        if self.stream and self.prompt_logprobs is not None:
+        if self.stream and self.prompt_logprobs:
             _refuse("prompt_logprobs", "is not available with stream=true")
         if self.cache_salt == "":
             _refuse("cache_salt", "must not be empty")

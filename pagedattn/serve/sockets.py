@@ -9,6 +9,8 @@ import socket
 
 from pagedattn.errors import UserError
 
+BACKLOG = 2048  # connections that may wait to be accepted; uvicorn's own
+
 
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket, taken before the model is loaded; UserError if it can't be."""
@@ -19,6 +21,7 @@ def listen(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen(BACKLOG)  # a second server is told now; early clients queue
     except OSError as problem:
         raise UserError(
             f"can't listen on {host}:{port}: {problem.strerror}. "

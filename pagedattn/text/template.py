@@ -69,6 +69,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Iterable[Mapping[str, Any]],
+        /,
         *,
         tokenizer: Tokenizer | None = None,
         add_generation_prompt: bool = True,
