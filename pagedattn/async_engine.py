@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,8 @@ class AsyncEngine:
         self.parts = parts
         self._engine = parts.engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _Stream] = {}  # the step loop's
+        self._open: set[_Stream] = set()  # the callers'
         self._error: Exception | None = None
         self._draining = False
         self._stopped = False
@@ -139,9 +141,10 @@ class AsyncEngine:
         )
         self._check_open()
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        self._enter(ask, stream)
         finished = False
+        self._open.add(stream)
         try:
+            self._enter(ask, stream)
             while not finished:
                 output = await stream.outputs.get()
                 if isinstance(output, Exception):
@@ -150,6 +153,7 @@ class AsyncEngine:
                 finished = output.finished
                 yield output
         finally:
+            self._open.discard(stream)
             if not finished:
                 self._abort(request_id)
 
@@ -171,20 +175,23 @@ class AsyncEngine:
             )
 
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT:
+        size = len(text) if isinstance(text, str) else 0
+        if size > LONG_TEXT or params.bad_words:
             return await asyncio.to_thread(accept)
         return accept()
 
     def _enter(self, ask: Ask, stream: _Stream) -> None:
         def add() -> None:
-            self._streams[ask.id] = stream
             try:
                 self._engine.add(ask)
             except Exception as error:
-                del self._streams[ask.id]
                 stream.put(error)
+            else:  # nothing is delivered before the next step
+                self._streams[ask.id] = stream
 
         self._inbox.put(add)
+        if self._stopped:  # set before the inbox is emptied: one of the two sees it
+            stream.put(EngineDead("the engine has ended"))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with reason "abort"."""
@@ -214,7 +221,7 @@ class AsyncEngine:
             await asyncio.sleep(POLL)
 
     def _busy(self) -> bool:
-        return self.is_running and (bool(self._streams) or not self._inbox.empty())
+        return self.is_running and bool(self._open)
 
     def shutdown(self) -> None:
         """End the step loop and wait for it; streams still open get EngineDead."""
@@ -262,6 +269,7 @@ class AsyncEngine:
         while not self._inbox.empty():  # arrivals that came too late
             message = self._inbox.get()
             if message is not None:
-                message()
+                with suppress(Exception):  # the engine may be broken
+                    message()
         for stream in self._streams.values():
             stream.put(error)

@@ -100,11 +100,11 @@ class EngineArgs:
     disable_log_stats: bool = setting(False, "no line of statistics every 10 s")
 
     def __post_init__(self) -> None:
-        self.max_model_len = parse_size("max_model_len", self.max_model_len, 1000)
+        self.max_model_len = parse_size("max_model_len", self.max_model_len)
         if self.max_model_len == -1:
             self.max_model_len = None
         self.kv_cache_memory_bytes = parse_size(
-            "kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1000
+            "kv_cache_memory_bytes", self.kv_cache_memory_bytes
         )
         if isinstance(self.served_model_name, str):
             self.served_model_name = [self.served_model_name]
@@ -131,6 +131,12 @@ class EngineArgs:
                 )
 
     def _check_ranges(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type == "bool" and not isinstance(value, bool):
+                raise UserError(
+                    f"{f.name} must be true or false, got {value!r}.", f.name
+                )
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is None:
@@ -249,7 +255,7 @@ class EngineConfig:
     max_logprobs: int = 20
 
 
-def parse_size(name: str, value: Any, unit: int) -> int | None:
+def parse_size(name: str, value: Any) -> int | None:
     """A whole number, or one with k, m or g (×1000 each) or K, M, G (×1024 each)."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
@@ -260,7 +266,7 @@ def parse_size(name: str, value: Any, unit: int) -> int | None:
         )
     number, letter = match.groups()
     power = "kmg".index(letter.lower()) + 1 if letter else 0
-    size = float(number) * (1024 if letter.isupper() else unit) ** power
+    size = float(number) * (1024 if letter.isupper() else 1000) ** power
     if size != int(size):
         raise UserError(f"{name} must be a whole number, got {value!r}.", name)
     return int(size)

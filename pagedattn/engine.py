@@ -63,7 +63,7 @@ class Engine:
 
     def add(self, ask: Ask) -> None:
         """Queue what the intake accepted; ids under way are refused."""
-        if ask.id in self.outputs:
+        if ask.id in self.outputs or any(r.id in self.outputs for r in ask.requests):
             raise UserError(f"request_id {ask.id!r} is already running.", "request_id")
         self.outputs.add(ask, self._clock())
         for request in ask.requests:
@@ -101,6 +101,9 @@ class Engine:
             updates += self._run(plan)
         elif self.scheduler.has_requests() and not updates:
             raise RuntimeError("requests wait, but none of them can be planned")
+        for update in updates:
+            if update.error is not None:
+                log.warning("Request %s ended: %s", update.request.id, update.error)
         outputs, stopped = self.outputs.process(updates, self._clock())
         for request_id in stopped:
             self.scheduler.abort(request_id, "stop")
@@ -113,6 +116,9 @@ class Engine:
         except Exception as error:  # whatever it is, others must not suffer
             log.exception("A step of %d requests failed.", len(plan.items))
             return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        except BaseException:  # Ctrl-C: nobody's fault, but nothing was computed
+            self.scheduler.retract(plan)
+            raise
         return self.scheduler.commit(plan, results)
 
     def _note(self, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedattn.config import EngineConfig
@@ -28,14 +28,9 @@ class Ask:
 
     id: str
     prompt: str | None
+    prompt_ids: list[int]
     params: SamplingParams
     requests: list[Request]
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """The prompt's token ids."""
-        first = self.requests[0]
-        return first.tokens[: first.prompt_len]
 
 
 class Intake:
@@ -82,11 +77,23 @@ class Intake:
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise UserError("stop and bad_words need a tokenizer.", "stop")
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        # One sibling scores the prompt for all, so the others may hit its blocks.
+        unscored = replace(params, prompt_logprobs=None)
+        bad_words = self._bad_words(params.bad_words)
         requests = [
-            self._request(id, ids, params, seed, sibling, priority, salt)
+            self._request(
+                id,
+                ids,
+                unscored if sibling else params,
+                seed,
+                sibling,
+                priority,
+                salt,
+                bad_words,
+            )
             for sibling in range(params.n)
         ]
-        return Ask(id, text, params, requests)
+        return Ask(id, text, ids, params, requests)
 
     def _request(
         self,
@@ -97,6 +104,7 @@ class Intake:
         sibling: int,
         priority: int,
         salt: str | None,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> Request:
         longest = min(self.config.max_model_len, self.capacity + 1)
         most = longest - len(ids) if params.max_tokens is None else params.max_tokens
@@ -109,7 +117,7 @@ class Intake:
             sibling=sibling,
             priority=priority,
             eos_ids=self.eos_ids,
-            bad_words_ids=self._bad_words(params.bad_words),
+            bad_words_ids=bad_words,
             first_block_keys=(("salt", salt),) if salt is not None else (),
         )
 

@@ -150,9 +150,9 @@ class LLM:
     def _finish(self, asks: Sequence[Ask], use_tqdm: bool) -> list[RequestOutput]:
         engine, done = self.llm_engine, {}
         own = {ask.id for ask in asks}
-        for ask in asks:
-            engine.add(ask)
         try:
+            for ask in asks:
+                engine.add(ask)
             with _progress(len(asks), use_tqdm) as bar:
                 while len(done) < len(asks):
                     for output in engine.step():

@@ -144,6 +144,7 @@ class Answer:
     sequences: list[Sequence]
     times: RequestTimes
     changed: set[int] = field(default_factory=set)
+    shown: bool = False  # whether any output was handed out
     prompt_scores: dict[int, Scores] = field(default_factory=dict)
     last_seen: dict[int, float] = field(default_factory=dict)
 
@@ -165,11 +166,12 @@ class Answer:
         delta = kind is RequestOutputKind.DELTA
         which = sorted(self.changed) if delta else range(len(self.sequences))
         self.changed.clear()
+        shown, self.shown = self.shown, True
         return RequestOutput(
             request_id=self.ask.id,
             prompt=self.ask.prompt,
             prompt_token_ids=self.ask.prompt_ids,
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=None if delta and shown else self._prompt_logprobs(),
             outputs=[self.sequences[i].output(delta) for i in which],
             finished=self.finished,
             num_cached_tokens=self.ask.requests[0].cached,
@@ -180,10 +182,9 @@ class Answer:
         """One entry for each prompt token, None for the first, once all are there."""
         if self.params.prompt_logprobs is None:
             return None
-        rest = range(1, len(self.ask.prompt_ids))
-        if not all(position in self.prompt_scores for position in rest):
+        if len(self.prompt_scores) < len(self.ask.prompt_ids) - 1:
             return None
-        return [None, *(self.prompt_scores[position] for position in rest)]
+        return [None, *(scores for _, scores in sorted(self.prompt_scores.items()))]
 
 
 class Outputs:
@@ -199,7 +200,8 @@ class Outputs:
         return len(self._answers)
 
     def __contains__(self, id: str) -> bool:
-        return id in self._answers
+        """Whether an answer or one of its sequences goes by this id."""
+        return id in self._answers or id in self._of_request
 
     def add(self, ask: Ask, now: float) -> None:
         """Expect updates for every request of `ask`."""
@@ -288,7 +290,3 @@ class Outputs:
                 answer.params.max_tokens,
                 answer.times,
             )
-
-    def ids(self) -> list[str]:
-        """The ids of all answers under way."""
-        return list(self._answers)

@@ -222,14 +222,14 @@ class Scheduler:
     def _plan_waiting(self, draft: _Draft) -> None:
         # Then the line: the first that can't be admitted holds up those behind it.
         while self.waiting and draft.budget:
-            if len(self.running) >= self.config.max_num_seqs:
-                break
             if not self._admit(self.waiting[0], draft):
                 break
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
-        """Move a waiting request to running; False, changing nothing, if the budget
-        or the pool is too small for it now."""
+        """Move a waiting request to running; False, changing nothing, if the budget,
+        the pool or the number of sequences does not allow it now."""
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
         hits = self._lookup(request)
         behind = request.num_tokens - hits.tokens
         n = self._chunk(behind, draft)
@@ -342,7 +342,7 @@ class Scheduler:
     def _commit_one(self, request: Request, item: Item, result: Result) -> Update:
         if result.error is not None:
             self._finish(request, "error")
-            return Update(request, error=result.error)
+            return Update(request, result=result, error=result.error)
         if not item.samples:
             return Update(request, result=result)
         assert result.token is not None and request.pending > 0
@@ -383,22 +383,28 @@ class Scheduler:
         plan ends with `error`; several are preempted, and then run one by one until
         they have shown themselves harmless. Nobody else is harmed.
         """
+        suspects = self._live(plan)
+        self.retract(plan)
+        if len(plan.items) > 1:
+            self._suspects |= {request.id: request for request in suspects}
+            return []
+        for request in suspects:
+            self._finish(request, "error")
+        return [Update(request, error=error) for request in suspects]
+
+    def retract(self, plan: Plan) -> None:
+        """The oldest plan in flight did not run: withdraw it and all that follow it.
+
+        Whatever they indexed was never written. Their requests go back to the line.
+        """
         assert self._in_flight[0][0] is plan
         plans = [in_flight for in_flight, _ in self._in_flight]
         for later, indexed in self._in_flight:
             self.tables.withdraw(indexed)
             self._drops += later.drops
         self._in_flight.clear()
-        touched = [r for later in plans for r in self._live(later)]
-        for request in dict.fromkeys(touched):
+        for request in dict.fromkeys(r for later in plans for r in self._live(later)):
             self._preempt(request)
-        suspects = [r for r in touched if r.id in {i.request_id for i in plan.items}]
-        if len(plan.items) > 1:
-            self._suspects |= {request.id: request for request in suspects}
-            return []
-        for request in dict.fromkeys(suspects):
-            self._finish(request, "error")
-        return [Update(request, error=error) for request in dict.fromkeys(suspects)]
 
     def _live(self, plan: Plan) -> list[Request]:
         """The requests of `plan` that have neither ended nor been preempted since."""

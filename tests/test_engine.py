@@ -358,3 +358,38 @@ def test_prefix_cache_can_be_reset_when_idle():
     assert engine.scheduler.reset_prefix_cache()
     engine.add_request("b", list(range(9)), params)
     assert drain(engine)["b"].num_cached_tokens == 0
+
+
+def test_sibling_ids_never_collide_with_callers():
+    engine = hash_engine()
+    params = SamplingParams(n=2, max_tokens=3)
+    engine.add_request("0_a", [1], SamplingParams(max_tokens=3))
+    with pytest.raises(UserError, match="already running"):
+        engine.add_request("a", [1], params)
+    engine.add_request("b", [1], params)
+    with pytest.raises(UserError, match="already running"):
+        engine.add_request("1_b", [1], params)
+    assert set(drain(engine)) == {"0_a", "b"}
+
+
+def test_one_sibling_scores_the_prompt_for_all():
+    engine = hash_engine(block_size=4)
+    params = SamplingParams(n=3, seed=1, max_tokens=2, prompt_logprobs=1)
+    engine.add_request("a", list(range(30)), params)
+    output = drain(engine)["a"]
+    assert len(output.prompt_logprobs) == 30 and len(output.outputs) == 3
+    computed = engine.metrics.snapshot()
+    prompt = next(m.value for m in computed if m.name == "vllm:prefix_cache_hits")
+    assert prompt == 2 * 28  # the others hit what the first computed
+
+
+def test_prompt_logprobs_are_streamed_once():
+    engine = hash_engine()
+    params = SamplingParams(
+        max_tokens=4, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA, **GREEDY
+    )
+    engine.add_request("a", list(range(9)), params)
+    seen = []
+    while engine.has_unfinished_requests():
+        seen += [o.prompt_logprobs is not None for o in engine.step()]
+    assert seen == [True, False, False, False]

@@ -169,22 +169,30 @@ def test_chat(llm):
         llm.chat([], GREEDY)
 
 
-def test_interrupting_generate_leaves_nothing_behind(llm, monkeypatch):
-    step = llm.llm_engine.step
-    calls = iter(range(100))
+@pytest.mark.parametrize("where", ["run", "commit"])
+def test_interrupting_generate_leaves_nothing_behind(folder, llm, monkeypatch, where):
+    """Ctrl-C in the middle of a step: nothing that was not computed may be hit."""
+    llm.reset_prefix_cache()
+    prompt = "interrupted " * 6
+    engine = llm.llm_engine
+    owner = engine.runner if where == "run" else engine.outputs
+    name = "run" if where == "run" else "process"
+    work, calls = getattr(owner, name), iter(range(100))
 
-    def interrupted():
-        if next(calls) == 3:
+    def interrupted(*args):
+        if next(calls) == 0:
             raise KeyboardInterrupt
-        return step()
+        return work(*args)
 
-    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+    monkeypatch.setattr(owner, name, interrupted, raising=True)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+        llm.generate([prompt, prompt + "b"], GREEDY, use_tqdm=False)
     monkeypatch.undo()
-    llm.llm_engine.scheduler.check()
-    assert not llm.llm_engine.scheduler.has_requests()
-    assert len(one(llm, "a", GREEDY).token_ids) == 24
+    engine.scheduler.check()
+    assert not engine.scheduler.has_requests()
+    got = list(one(llm, prompt, GREEDY).token_ids)
+    fresh = LLM(str(folder), num_gpu_blocks_override=400)
+    assert got == list(one(fresh, prompt, GREEDY).token_ids)
 
 
 def test_every_known_end_of_text_ends(folder):
@@ -268,6 +276,7 @@ def test_settings_name_what_is_wrong():
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"max_num_seqs": 2.5}, "fraction"),
+        ({"enable_prefix_caching": "no"}, "true or false"),
         ({"served_model_name": []}, "served_model_name"),
         ({"no_such_thing": 1}, "no_such_thing"),
     ]:

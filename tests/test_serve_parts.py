@@ -254,4 +254,6 @@ def test_the_documentation_has_no_dangling_references():
     from pagedattn.serve.protocol import ChatBody, CompletionBody
 
     for model in (ChatBody, CompletionBody):
-        assert "$ref" not in str(_reads(model)) and "StreamOptions" in str(_reads(model))
+        assert "$ref" not in str(_reads(model)) and "StreamOptions" in str(
+            _reads(model)
+        )
