@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 # OpenMP's waiting threads spin for milliseconds by default, which ruins everyone as
-# soon as another process wants a core: 16 streaming clients on two cores got 32
-# tokens/s, and 57 with this limit (about 0.1 ms), which costs an idle machine nothing.
+# soon as another process wants a core: 16 streaming clients on two busy cores got 32
+# tokens/s, and 57 with this limit (about 0.1 ms). Alone, W1 took 37.2 s, not 36.6.
 # Read once, when torch loads OpenMP; a caller who has chosen is left alone.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

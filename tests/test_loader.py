@@ -361,3 +361,10 @@ def test_modelscope_downloads_where_it_is_there(
     monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: Scope)
     assert resolve("some/model") == Source("hf", folder, "some/model")
     assert asked == [("some/model", None, list(ALLOWED))]
+
+
+def test_a_revision_is_for_hubs_only(tmp_path):
+    """What lies on this disk has no revisions: refused, not ignored."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="revision='v1' is for hub models"):
+        source.resolve(str(tmp_path), "v1")

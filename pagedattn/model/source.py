@@ -37,13 +37,18 @@ def resolve(model: str | None = None, revision: str | None = None) -> Source:
 
     None is the demo model: the installed wheel's file, else the hub's repository.
     A path wins over a hub id of the same spelling. Raises UserError saying what to
-    do next where there is no such model.
+    do next where there is no such model, or where a file here is asked for a revision.
     """
     if model is None:
-        if demo := demo_file():
+        if (demo := demo_file()) and revision is None:
             return Source("gguf", demo, DEMO_HUB_ID)
         return _from_hub(DEMO_HUB_ID, revision)
     path = Path(model).expanduser()
+    if revision is not None and path.exists():
+        raise UserError(
+            f"revision={revision!r} is for hub models; {model!r} is on this disk.",
+            "revision",
+        )
     if path.is_dir():
         return _from_folder(path, model)
     if path.is_file():
