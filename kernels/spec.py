@@ -1,7 +1,7 @@
 """What every kernel computes, in a few lines of plain torch: the oracle.
 
 The fast versions have the same names, arguments and variables and are tested against
-this file. It knows tensors only; nothing here is fast. Chapter 04 reads it aloud.
+this file. It knows tensors only; nothing here is fast. Chapter 06 reads it aloud.
 
 KV layout, stated once: one layer's cache is two tensors, `k_cache` and `v_cache`, both
 [num_blocks, kv_heads, block_size, head_dim] and contiguous. The key of the token in

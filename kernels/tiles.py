@@ -2,7 +2,7 @@
 
 A numba loop nest spills its sums to memory at every step; these intrinsics write the
 loop with vector registers named one by one. They know flat float32 memory, offsets and
-strides, all counted in numbers, and nothing of attention. Chapter 04 draws them.
+strides, all counted in numbers, and nothing of attention. Chapter 06 shows them.
 """
 
 import functools

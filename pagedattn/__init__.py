@@ -8,6 +8,11 @@ import os
 from importlib import import_module
 from typing import Any
 
+if os.environ.get("PAGEDATTN_STUDENT"):  # before any module that it may replace
+    from pagedattn import student
+
+    student.install()
+
 from pagedattn.config import EngineArgs
 from pagedattn.request import CompletionOutput, RequestOutput, SamplingParams
 from pagedattn.version import __version__

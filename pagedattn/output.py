@@ -73,7 +73,6 @@ class Sequence:
             self.tokenizer,
             request.tokens[: request.prompt_len],
             skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,

@@ -1,6 +1,8 @@
 """Text in progress: whatever the tokens, the deltas are the text, and no more."""
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,13 +54,10 @@ def test_deltas_are_the_full_decode(
     """C19, C20, C21, for any ids at all: skipped and shown special tokens, parts of
     characters, bytes that are no character."""
     name, ids = case
-    flags = {
-        "skip_special_tokens": skip,
-        "spaces_between_special_tokens": spaces,
-    }
-    output = Detokenizer(tokenizer(name), **flags)
+    output = Detokenizer(tokenizer(name), skip_special_tokens=skip)
     seen = deltas(output, chunks(ids, sizes))
-    assert "".join(seen) == output.text == tokenizer(name).decode(ids, **flags)
+    full = tokenizer(name).decode(ids, skip, spaces)
+    assert "".join(seen) == output.text == full
     assert output.num_tokens == len(ids) and output.stopped is None
 
 
@@ -132,6 +131,41 @@ def test_ids_of_a_padded_head_add_no_text() -> None:
     the, pad = tiny().token_id("the"), tiny().vocab_size + 5
     output = Detokenizer(tiny())
     assert deltas(output, [[the, pad], [pad]])[0] == "the" and output.num_tokens == 3
+    first_outside = Detokenizer(tiny())
+    assert "".join(deltas(first_outside, [[tiny().vocab_size]])) == ""
+
+
+def test_an_id_below_zero_adds_no_text() -> None:
+    output = Detokenizer(tiny())
+    assert "".join(deltas(output, [[-1], [tiny().token_id("the")]])) == "the"
+
+
+class Recent(Sequence[int]):
+    """A long prompt of which only the last few ids may be read."""
+
+    def __init__(self, ids: list[int], size: int, readable: int) -> None:
+        self.ids, self.size, self.readable = ids, size, readable
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, at: Any) -> Any:
+        assert self.size - self.readable <= at < self.size, "reads the whole prompt"
+        return self.ids[at % len(self.ids)]
+
+
+@pytest.mark.parametrize("name", ["demo", "tiny"])
+def test_a_long_prompt_costs_as_much_as_its_end(name: str) -> None:
+    """A character has at most four bytes: of the text before, three matter."""
+    cat = tokenizer(name).encode("cat", False)
+    prompt = Recent(cat, 10**9, readable=8)
+    output = Detokenizer(tokenizer(name), prompt)
+    assert "".join(deltas(output, [cat])).strip() == "cat"
+
+
+def test_a_stop_string_may_complete_in_the_first_token() -> None:
+    output = Detokenizer(tiny(), stop=["the"])
+    assert output.push([tiny().token_id("the")]) == "the"
 
 
 # Stop strings.
@@ -245,6 +279,25 @@ def test_replaced_tail_can_complete_a_stop_string() -> None:
     assert output.take() == "O"
     assert output.finish() == output.finish() == "a\ufffd"
     assert output.text == "O" and output.take() == ""
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    """Nor does half a character behind it in its own token."""
+    piece = b" \xf0\x9f"  # a space and half of most emoji: one token of this model
+    half = next(i for i in range(demo().vocab_size) if demo().token_bytes(i) == piece)
+    output = Detokenizer(demo(), stop=["a "])
+    assert output.push([*demo().encode("Oa"), half]) == "a "
+    assert output.finish() == "a "
+    assert output.text == "O"
+
+
+def test_without_a_token_nothing_stops() -> None:
+    """A stop string completes in a token of the output; the prompt's end is none."""
+    fire = tiny(prefix=False).encode("🔥", False)
+    output = Detokenizer(tiny(prefix=False), fire[:2], stop=["\ufffd"])
+    assert not output.finished
+    assert output.finish() is None and output.text == "\ufffd"
+    assert output.finished
 
 
 # Speed.

@@ -166,6 +166,19 @@ def test_abort_everywhere():
         assert ids(last[f"r{i}"]) == truth(engine, [i] * 20, params)[0]
 
 
+def test_an_abort_ends_all_siblings():
+    """C60 for n > 1: no sibling runs on, and no block stays taken."""
+    engine = hash_engine(block_size=4, num_blocks=40)
+    params = SamplingParams(n=3, max_tokens=50, temperature=1.0, seed=1)
+    engine.add_request("r", [1] * 9, params)
+    engine.step()
+    assert len(engine.scheduler.running) == 3
+    engine.abort_request("r")
+    assert not engine.scheduler.has_requests()
+    assert len(drain(engine)["r"].outputs) == 3
+    engine.check()
+
+
 def test_gauges_fall_on_abort():
     """C97: not only on the next step."""
     engine = hash_engine()

@@ -407,6 +407,45 @@ def test_activations_at_the_edges() -> None:
         torch.testing.assert_close(outs[1], outs[0], **CLOSE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_empty_kv(dtype: torch.dtype) -> None:
+    k_cache, v_cache = spec.empty_kv(5, 3, 4, 2, dtype)
+    for cache in (k_cache, v_cache):
+        assert cache.shape == (5, 3, 4, 2) and cache.dtype == dtype
+        assert cache.is_contiguous()
+    assert k_cache.data_ptr() != v_cache.data_ptr()
+
+
+def test_attention_stays_on_its_inputs_device() -> None:
+    """Whatever torch's default device is: here one that holds no numbers."""
+    case = Case((9, 5), (1, 1), 4, 1, 2, 8, 3, 0.0, 4)
+    problem = build(case)
+    expected = naive(case, problem)
+    outs = torch.empty(2, *problem.q.shape)
+    with torch.device("meta"):
+        spec.prefill_attention(
+            outs[0],
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            problem.tables,
+            problem.starts,
+            problem.lengths,
+            *problem.tail,
+        )
+        spec.decode_attention(
+            outs[1],
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            problem.tables,
+            problem.lengths,
+            *problem.tail,
+        )
+    for out in outs:
+        torch.testing.assert_close(out, expected, **CLOSE)
+
+
 # ---------------------------------------------------------------- package and cache
 
 

@@ -31,8 +31,8 @@ ROOMS = {
         *("engine", "assembly", "output", "metrics"),
         *("llm", "async_engine", "parallel"),
     ),
-    "front door": ("",),
-    "leaves": ("serve", "bench", "viz", "testing"),
+    "front door": ("student", ""),
+    "leaves": ("serve", "bench", "viz", "book", "testing"),
 }
 HEAVY = ("torch", "numba", "transformers", "triton", "safetensors", "gguf")
 

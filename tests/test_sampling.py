@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pagedattn.request import SamplingParams
 from pagedattn.sampling.logprobs import prompt_logprobs, token_logprobs
-from pagedattn.sampling.sampler import BROKEN, NOTHING_LEFT, sample
+from pagedattn.sampling.sampler import BROKEN, NOTHING_LEFT, Sample, sample
 from pagedattn.sampling.state import SampleState
 
 V = 1037  # odd, so that rows start at every alignment
@@ -116,6 +116,46 @@ def test_greedy_is_top_1():
     greedy = SampleState(SamplingParams(temperature=0), 0, V, [0])
     top_1 = SampleState(SamplingParams(top_k=1), 0, V, [0])
     assert sample(x, [greedy] * 50) == sample(x, [top_1] * 50)
+
+
+class Elsewhere(torch.Tensor):
+    """Logits as if on another device: numpy can't read them before `cpu`."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+    def numpy(self):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+def test_logits_may_lie_on_another_device():
+    x, states = logits(3, 9), [state(i, w) for i, w in enumerate(WISHES)]
+    states[0] = states[1] = SampleState(SamplingParams(temperature=0), 0, V, [0])
+    x[1, [30, 31]], x[2, 7], x[3, 8], x[4] = 50.0, torch.nan, -torch.inf, -torch.inf
+    here = [plain(s) for s in sample(x, states)]
+    assert [plain(s) for s in sample(x.as_subclass(Elsewhere), states)] == here
+    assert here[1][0] == 30
+    errors = [s[1] for s in here]
+    assert errors == [None, None, BROKEN, None, BROKEN, *[None] * 4]
+
+
+def test_greedy_honours_masks_and_logprobs():
+    """Only a row that asks for nothing else is the argmax alone."""
+    x = logits(12, 1)
+    best, second = x[0].topk(2).indices.tolist()
+    greedy = dict(temperature=0)
+    plain = SampleState(SamplingParams(**greedy), 0, V, [0])
+    assert sample(x, [plain])[0] == Sample(best)
+    asking = SampleState(SamplingParams(logprobs=2, **greedy), 0, V, [0])
+    got = sample(x, [asking])[0]
+    assert got.token == got.logprobs.token == best
+    assert got.logprobs.top_ids.tolist() == [best, second]
+    masked = SampleState(SamplingParams(**greedy), 0, V, [0], bad_words_ids=[[best]])
+    assert sample(x, [masked])[0] == Sample(second)
 
 
 def test_no_rows():

@@ -65,6 +65,21 @@ def test_the_bits_never_change():
 PINNED = [0.39904647231489565, 0.02225327171579694, 0.4748912889658248]
 
 
+@settings(deadline=None)
+@given(
+    st.integers(-(2**70), 2**70),
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+    st.sampled_from(Purpose),
+)
+def test_key_and_counter_are_who_asks(seed, sibling, position, purpose):
+    """Seed modulo 2^64 as two words, the rest modulo 2^32; 53 bits of two words."""
+    counter = position % 2**32, sibling % 2**32, purpose.value, 0
+    a, b, _, _ = philox(counter, (seed % 2**32, seed // 2**32 % 2**32))
+    bits = (a // 2**5) * 2**26 + b // 2**6
+    assert uniform(seed, sibling, position, purpose) == bits / 2**53
+
+
 def test_each_argument_matters():
     base = (12345, 0, 17)
     drawn = {uniform(*base, Purpose.TOKEN)}

@@ -60,6 +60,7 @@ def test_matches_and_releases_as_told(
         (["cd", "bcd"], "cd"),  # both complete at d: the first listed
         (["bcd", "cd"], "bcd"),
         (["bcd", "cd", "bcd"], "bcd"),  # listed twice is listed first
+        (["d", "cdd", "bcd"], "d"),  # links are made nearest the root first
         (["xyz"], None),
     ],
 )

@@ -2,7 +2,7 @@
 
 Knows the computation, and takes weights as ready linears and every hot loop from the
 kernel module it is given. Knows nothing of files, requests, or which family it runs:
-the differences arrive as data. Built in chapter 04.
+the differences arrive as data. Chapter 01 counts its work.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Knows every supported architecture's configuration fields and weight names, and turns
 a configuration into one frozen `DecoderConfig` that the decoder and the loader obey.
-Knows nothing of tensors, files or kernels. Built in chapter 04.
+Knows nothing of tensors, files or kernels. Chapter 01 counts its work.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Knows the published scalings and fixes those that depend on length once, from the
 longest context the engine will serve, so that a cached key never depends on how its
-prompt was chunked. Knows nothing of layers or requests. Built in chapter 04.
+prompt was chunked. Knows nothing of layers or requests. Chapter 01 counts its work.
 """
 
 from __future__ import annotations

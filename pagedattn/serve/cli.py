@@ -1,4 +1,4 @@
-"""The command line: `pagedattn serve [MODEL]`, `pagedattn download-kernels`.
+"""The command line: `pagedattn serve [MODEL]`, `download-kernels` and `bench`.
 
 Knows flags, exit codes and the banner. A mistake is one line on stderr and exit code
 2, whatever stopped the start one line and 1; tracebacks only with --log-level debug.
@@ -14,10 +14,12 @@ import threading
 from collections.abc import Sequence
 from importlib import import_module
 
+from pagedattn.bench.cli import add_bench
 from pagedattn.config import EngineArgs, add_flags, args_from
 from pagedattn.errors import UserError
 from pagedattn.serve.settings import ServeArgs, add_serve_flags, serve_args_from
 from pagedattn.serve.sockets import listen, url_of
+from pagedattn.student import active, notice
 from pagedattn.version import __version__
 
 log = logging.getLogger("pagedattn")
@@ -68,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         "download-kernels", help="compile the CPU kernels into the user's cache now"
     )
     kernels.set_defaults(command=_compile_kernels)
+    add_bench(commands)
     return parser
 
 
@@ -135,6 +138,7 @@ def banner(
         ),
         ("longest request", f"{length} tokens"),
         ("concurrency", f"{blocks * size / length:.1f} requests at full length"),
+        *([("reader's code", notice(active()))] if active() else []),
         ("address", url),
     )
     lines = [f"pagedattn {__version__}", *(f"  {k:16} {v}" for k, v in rows)]

@@ -84,7 +84,6 @@ class Detokenizer:
         prompt_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,

@@ -57,9 +57,7 @@ class StopStrings:
             node.stop = min(ends, default=None)
             node.hold = node.depth if node.next else fail.hold
             for char, child in node.next.items():
-                # The root's children fail to the root; it has no deeper end to try.
-                own = node.fail
-                self._nodes[child].fail = self.step(own, char)
+                self._nodes[child].fail = self.step(node.fail, char)
                 queue.append(child)
 
     def step(self, state: int, char: str) -> int:

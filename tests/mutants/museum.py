@@ -1,8 +1,9 @@
 """Mutants written by hand: mistakes that real engines made, in this engine's words.
 
 Each entry replaces one fragment of one file, which must stand there exactly once. The
-numbers are those of the list of known mistakes that the book's exercises use; of its
-26 entries, 16, 17, 19 and 23 lie outside what schedules and holds blocks.
+numbers are those of the list of known mistakes that the book's exercises use; those of
+its 26 entries that no graded file can make are `BEYOND`. Mistakes without a number are
+classics of attention kernels.
 """
 
 from dataclasses import dataclass
@@ -12,18 +13,26 @@ from dataclasses import dataclass
 class Exhibit:
     """One known mistake: `what` went wrong, and the edit that brings it back."""
 
-    number: int
+    number: int | None
     what: str
     file: str
     old: str
     new: str
 
     def __str__(self) -> str:
-        return f"{self.number}: {self.what}"
+        return f"{self.number or self.file}: {self.what}"
 
+
+BEYOND = {
+    16: "the server's events and parameters: tests/test_serve.py",
+    19: "the merge of split keys: the specification's softmax is of one piece",
+}
 
 BLOCKS, PREFIX, TABLES = "cache/blocks.py", "cache/prefix.py", "cache/tables.py"
 SCHEDULER, REQUEST, ENGINE = "scheduler.py", "request.py", "engine.py"
+STOP, DETOKENIZER = "text/stop.py", "text/detokenizer.py"
+FILTERS, PENALTIES = "sampling/filters.py", "sampling/penalties.py"
+RANDOM, SAMPLER, SPEC = "sampling/random.py", "sampling/sampler.py", "kernels/spec.py"
 
 EXHIBITS = (
     # A prompt found whole in the cache leaves zero tokens to compute.
@@ -221,6 +230,63 @@ EXHIBITS = (
         "assert block.next is not None and block is not self._ends",
         "assert block in list(self)",
     ),
+    # Half a character is printed; a stop string leaks; the held tail is lost.
+    Exhibit(
+        17,
+        "half a character is printed as U+FFFD",
+        DETOKENIZER,
+        'codecs.utf_8_decode(data, "replace", final)',
+        'codecs.utf_8_decode(data, "replace", True)',
+    ),
+    Exhibit(
+        17,
+        "half a character is forgotten at the end",
+        DETOKENIZER,
+        "self._release(self._stream.finish())",
+        "pass",
+    ),
+    Exhibit(
+        17,
+        "a character that the prompt began is forgotten",
+        DETOKENIZER,
+        "self._decode(tail, final=False)",
+        "pass",
+    ),
+    Exhibit(
+        17,
+        "the beginning of a stop string leaks one chunk early",
+        STOP,
+        "cut = len(pending) - self._stops.hold_at(self._state)",
+        "cut = len(pending)",
+    ),
+    Exhibit(
+        17,
+        "only the last character of a beginning is held",
+        STOP,
+        "return self._nodes[state].hold",
+        "return min(1, self._nodes[state].hold)",
+    ),
+    Exhibit(
+        17,
+        "each chunk is searched for stop strings by itself",
+        STOP,
+        "pending = self._held + text",
+        "self._state, pending = 0, self._held + text",
+    ),
+    Exhibit(
+        17,
+        "what was held is lost at the end",
+        DETOKENIZER,
+        "self._fresh.append(self._matcher.flush())",
+        "pass",
+    ),
+    Exhibit(
+        17,
+        "the text behind a stop string is shown",
+        STOP,
+        "return pending[: at if self._include else at - len(stop)], stop",
+        "return pending[:at - len(stop)] + pending[at:], stop",
+    ),
     # Abort doesn't free the request's blocks, or frees them twice.
     Exhibit(
         18,
@@ -280,6 +346,20 @@ EXHIBITS = (
         "if self.num_output >= params.min_tokens:",
         "if len(self.tokens) >= params.min_tokens:",
     ),
+    Exhibit(
+        21,
+        "min_tokens masks only the first end-of-text id",
+        PENALTIES,
+        "row[state.held_ids] = BLOCKED",
+        "row[state.held_ids[:1]] = BLOCKED",
+    ),
+    Exhibit(
+        21,
+        "a bias frees what min_tokens holds back",
+        PENALTIES,
+        "row[ids] += amounts",
+        "row[ids] = np.maximum(row[ids], -100) + amounts",
+    ),
     # The seed depends on more than the request.
     Exhibit(
         22,
@@ -287,6 +367,56 @@ EXHIBITS = (
         SCHEDULER,
         "request.seed,",
         "request.seed + request.epoch,",
+    ),
+    Exhibit(
+        22,
+        "whoever is sampled takes the process's next random number",
+        SAMPLER,
+        "u = uniform(state.seed, state.sibling, state.position, Purpose.TOKEN)",
+        "u = float(np.random.random())",
+    ),
+    Exhibit(
+        22,
+        "a row's place in the batch enters its draw",
+        SAMPLER,
+        "chosen = choose(row, state)\n",
+        "state.seed += i\n    chosen = choose(row, state)\n",
+    ),
+    Exhibit(
+        22,
+        "every step draws the same number",
+        SAMPLER,
+        "state.sibling, state.position, Purpose",
+        "state.sibling, 0, Purpose",
+    ),
+    Exhibit(
+        22,
+        "the answers to one prompt are all alike",
+        SAMPLER,
+        "state.seed, state.sibling, state.position",
+        "state.seed, 0, state.position",
+    ),
+    Exhibit(
+        22,
+        "seeds that agree in 32 bits are one seed",
+        RANDOM,
+        "(seed >> 32) & LOW",
+        "0",
+    ),
+    # Top-p drops the token that crosses p.
+    Exhibit(
+        23,
+        "top-p drops the token that crosses p",
+        FILTERS,
+        "np.searchsorted(sums, missing) + 1]",
+        "np.searchsorted(sums, missing)]",
+    ),
+    Exhibit(
+        23,
+        "top-k keeps all that equal the k-th",
+        FILTERS,
+        "keep[ties[: n - np.count_nonzero(keep)]] = True",
+        "keep[ties] = True",
     ),
     # The prefix cache is shared by what must be kept apart.
     Exhibit(
@@ -339,5 +469,118 @@ EXHIBITS = (
         ENGINE,
         "self._late.append(output)\n        self._gauge()",
         "self._late.append(output)",
+    ),
+    # Attention kernels.
+    Exhibit(
+        None,
+        "a query does not see its own key",
+        SPEC,
+        "if window else j <= p",
+        "if window else j < p",
+    ),
+    Exhibit(
+        None,
+        "a query sees the key after its own",
+        SPEC,
+        "if window else j <= p",
+        "if window else j <= p + 1",
+    ),
+    Exhibit(
+        None,
+        "the window is one key too wide",
+        SPEC,
+        "(j > p - window)",
+        "(j >= p - window)",
+    ),
+    Exhibit(
+        None,
+        "the window is one key too narrow",
+        SPEC,
+        "(j > p - window)",
+        "(j > p - window + 1)",
+    ),
+    Exhibit(
+        None,
+        "query heads take turns on the KV heads",
+        SPEC,
+        ".repeat_interleave(heads // kv_heads, dim=0)",
+        ".repeat(heads // kv_heads, 1, 1)",
+    ),
+    Exhibit(
+        None,
+        "scores are not capped",
+        SPEC,
+        "if softcap:",
+        "if False:",
+    ),
+    Exhibit(
+        None,
+        "scores are not scaled back after the cap",
+        SPEC,
+        "scores = softcap * torch.tanh(",
+        "scores = torch.tanh(",
+    ),
+    Exhibit(
+        None,
+        "scores are not scaled",
+        SPEC,
+        "scores = scale * (",
+        "scores = (",
+    ),
+    Exhibit(
+        None,
+        "keys stand in the order of their slots",
+        SPEC,
+        "// block_size)].long()",
+        "// block_size)].long().sort().values",
+    ),
+    Exhibit(
+        None,
+        "the queries of a chunk stand at its beginning",
+        SPEC,
+        "p = j[length - n :, None]",
+        "p = j[:n, None]",
+    ),
+    Exhibit(
+        None,
+        "junk in the null block reaches the sum",
+        SPEC,
+        "rows.nan_to_num()",
+        "rows",
+    ),
+    Exhibit(
+        None,
+        "slots are numbered offset first",
+        SPEC,
+        "slots // block_size, slots % block_size",
+        "slots % len(k_cache), slots // len(k_cache)",
+    ),
+    Exhibit(
+        None,
+        "neighbours turn together, not halves",
+        SPEC,
+        "x[..., :half].clone(), x[..., half : 2 * half].clone()",
+        "x[..., : 2 * half : 2].clone(), x[..., 1 : 2 * half : 2].clone()",
+    ),
+    Exhibit(
+        None,
+        "a half is turned by what the other has become",
+        SPEC,
+        "x[..., :half].clone(), x[..., half : 2 * half].clone()",
+        "x[..., :half], x[..., half : 2 * half]",
+    ),
+    Exhibit(
+        None,
+        "the sum stays out of the residual",
+        SPEC,
+        "residual += x",
+        "residual = residual + x",
+    ),
+    Exhibit(
+        None,
+        "the exact GELU stands in for the tanh one",
+        SPEC,
+        'approximate="tanh"',
+        'approximate="none"',
     ),
 )

@@ -12,15 +12,24 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "pagedattn"
+ROOT = Path(__file__).parents[2]
 
 # What is mutated: whole files, but of request.py only the class that schedules.
-TARGETS: dict[str, str | None] = {
+CONTROL: dict[str, str | None] = {
     "cache/blocks.py": None,
     "cache/prefix.py": None,
     "cache/tables.py": None,
     "scheduler.py": None,
     "request.py": "Request",
+}
+TARGETS: dict[str, str | None] = CONTROL | {
+    "text/detokenizer.py": None,
+    "text/stop.py": None,
+    "sampling/filters.py": None,
+    "sampling/penalties.py": None,
+    "sampling/random.py": None,
+    "sampling/sampler.py": None,
+    "kernels/spec.py": None,
 }
 
 Rule = Callable[[ast.AST], Iterator[ast.AST]]
@@ -67,6 +76,14 @@ ARITHMETIC: dict[type, type] = {
     ast.Sub: ast.Add,
     ast.FloorDiv: ast.Mult,
     ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+}
+BITS: dict[type, type] = {
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.BitXor: ast.BitOr,
+    ast.RShift: ast.LShift,
+    ast.LShift: ast.RShift,
 }
 BOOLEAN: dict[type, type] = {ast.And: ast.Or, ast.Or: ast.And}
 NAMES = {
@@ -75,7 +92,12 @@ NAMES = {
     "push_back": "push_front",
     "push_front": "push_back",
     "popleft": "pop",
+    "argmax": "argmin",
+    "cos": "sin",
+    "sin": "cos",
 }
+COPIES = {"clone", "copy", "nan_to_num"}
+UNMARKED = {"strict", "slots", "frozen", "eq"}  # keywords that only guard
 COUNTS = {"len", "min", "max", "sum", "blocks_for"}
 
 
@@ -101,6 +123,15 @@ def off_by_one(node: ast.AST) -> Iterator[ast.AST]:
             yield from _shifted(node)
 
 
+def scale(node: ast.AST) -> Iterator[ast.AST]:
+    """x → 2 x and x / 2, for constants with a point; 0.0 → 1.0."""
+    match node:
+        case ast.Constant(0.0) if isinstance(node.value, float):
+            yield ast.Constant(1.0)
+        case ast.Constant(float(x)):
+            yield from (ast.Constant(2 * x), ast.Constant(x / 2))
+
+
 def _shifted(node: ast.expr) -> Iterator[ast.AST]:
     for op in (ast.Add(), ast.Sub()):
         yield ast.BinOp(node, op, ast.Constant(1))
@@ -113,12 +144,23 @@ def _joins(node: ast.BinOp) -> bool:
 
 
 def arithmetic(node: ast.AST) -> Iterator[ast.AST]:
-    """+ ↔ -, // ↔ *, += ↔ -=."""
+    """+ ↔ -, // ↔ *, / → *, += ↔ -=, -x → x."""
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         if not _joins(node):
             yield ast.BinOp(node.left, ARITHMETIC[type(node.op)](), node.right)
     if isinstance(node, ast.AugAssign) and type(node.op) in ARITHMETIC:
         yield ast.AugAssign(node.target, ARITHMETIC[type(node.op)](), node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield node.operand
+
+
+def bits(node: ast.AST) -> Iterator[ast.AST]:
+    """& ↔ |, ^ → |, >> ↔ <<, ~x → x."""
+    match node:
+        case ast.BinOp(left, op, right) if type(op) in BITS:
+            yield ast.BinOp(left, BITS[type(op)](), right)
+        case ast.UnaryOp(ast.Invert(), operand):
+            yield operand
 
 
 def boolean(node: ast.AST) -> Iterator[ast.AST]:
@@ -133,7 +175,7 @@ def boolean(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def rename(node: ast.AST) -> Iterator[ast.AST]:
-    """min ↔ max, push_back ↔ push_front, popleft → pop."""
+    """min ↔ max, cos ↔ sin, argmax → argmin, push_back ↔ push_front, popleft → pop."""
     match node:
         case ast.Name(name) if name in NAMES:
             yield ast.Name(NAMES[name], node.ctx)
@@ -148,6 +190,28 @@ def order(node: ast.AST) -> Iterator[ast.AST]:
             yield inner
         case ast.Call(ast.Name("sorted"), [inner]):
             yield ast.Call(ast.Name("list", ast.Load()), [inner], [])
+
+
+def alias(node: ast.AST) -> Iterator[ast.AST]:
+    """x.copy() → x, and so for other ways to take a copy."""
+    match node:
+        case ast.Call(ast.Attribute(inner, name), [], []) if name in COPIES:
+            yield inner
+
+
+def branch(node: ast.AST) -> Iterator[ast.AST]:
+    """a if c else b → a and b."""
+    if isinstance(node, ast.IfExp):
+        yield from (node.body, node.orelse)
+
+
+def keyword(node: ast.AST) -> Iterator[ast.AST]:
+    """f(…, name=x) → f(…), name by name."""
+    if isinstance(node, ast.Call):
+        for i, given in enumerate(node.keywords):
+            if given.arg not in UNMARKED:
+                left = [*node.keywords[:i], *node.keywords[i + 1 :]]
+                yield ast.Call(node.func, node.args, left)
 
 
 def result(node: ast.AST) -> Iterator[ast.AST]:
@@ -171,10 +235,15 @@ def delete(node: ast.AST) -> Iterator[ast.AST]:
 OPERATORS: tuple[Rule, ...] = (
     compare,
     off_by_one,
+    scale,
     arithmetic,
+    bits,
     boolean,
     rename,
     order,
+    alias,
+    branch,
+    keyword,
     result,
     delete,
 )
@@ -200,7 +269,7 @@ def _left_out(node: ast.AST) -> bool:
             return True
         case ast.Expr(ast.Call(ast.Attribute(attr="_emit"))):
             return True
-        case ast.keyword(arg="strict" | "slots" | "frozen" | "eq"):  # asserts, too
+        case ast.keyword(arg=str(name)) if name in UNMARKED:
             return True
     return False
 
@@ -284,9 +353,14 @@ def generated() -> tuple[Mutant, ...]:
     )
 
 
+def path_of(file: str) -> Path:
+    """Where one of the package's files lies; the kernels have a folder of their own."""
+    return ROOT / file if file.startswith("kernels/") else ROOT / "pagedattn" / file
+
+
 def parse(file: str) -> ast.Module:
     """The syntax tree of one of the package's files."""
-    return ast.parse((PACKAGE / file).read_text("utf-8"))
+    return ast.parse(path_of(file).read_text("utf-8"))
 
 
 def changed(mutant: Mutant) -> ast.Module:

@@ -1,0 +1,147 @@
+# Exercise 6 · Paged attention: build it.
+#
+# This is kernels/spec.py without these bodies:
+#
+#     write_kv
+#     decode_attention
+#     prefill_attention
+#     _context
+#
+# Each raises NotImplementedError. Its docstring is its contract: write the body here,
+# in this file, and keep the signature.
+#
+#     make exercise N=6    the engine's own tests on your file, and one hint
+#     make hint N=6        a hint alone
+#     make reset N=6       this file as it was; yours is kept beside it
+#
+# The idea is in book/06_attention.ipynb.
+# One solution is kernels/spec.py itself.
+#
+# Made from kernels/spec.py by exercises/tools.py. Untouched: 8cf9d75e5688
+
+"""What every kernel computes, in a few lines of plain torch: the oracle.
+
+The fast versions have the same names, arguments and variables and are tested against
+this file. It knows tensors only; nothing here is fast. Chapter 06 reads it aloud.
+
+KV layout, stated once: one layer's cache is two tensors, `k_cache` and `v_cache`, both
+[num_blocks, kv_heads, block_size, head_dim] and contiguous. The key of the token in
+slot s, slot = block * block_size + offset, stands in row k_cache[block, head, offset].
+So one KV head's part of a block is one run of block_size * head_dim numbers in memory.
+Block 0 is the null block: tables are filled up with it, and it is never read.
+
+Outputs are written in place. Last dimensions are contiguous; the rows of `q`, `k`, `v`,
+`key`, `value` and `x` may be strided, so that they can be views of one fused matrix.
+"""
+
+import torch
+from torch import Tensor
+
+
+def empty_kv(
+    num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """One layer's (k_cache, v_cache), uninitialised: untouched pages take no memory."""
+    shape = (num_blocks, kv_heads, block_size, head_dim)
+    return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+
+
+def write_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    """k_cache[slots[t]] = key[t], v_cache[slots[t]] = value[t], for every KV head.
+
+    key, value [tokens, kv_heads, head_dim]; slots int64 [tokens], no two alike.
+    """
+    raise NotImplementedError("exercise 6: write_kv")
+
+
+def decode_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """One query a sequence, the last of its context: prefill_attention with n_s = 1.
+
+    out, q [seqs, heads, head_dim]; tables int32 [seqs, max_blocks];
+    lengths int32 [seqs], each >= 1.
+    """
+    raise NotImplementedError("exercise 6: decode_attention")
+
+
+def prefill_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """softmax(cap(scale * q . k)) v over the context that each query may see.
+
+    out, q [tokens, heads, head_dim]; sequence s owns rows query_starts[s] to
+    query_starts[s + 1] (int32 [seqs + 1]), n_s of them. lengths[s] (int32 [seqs]) is
+    its context, these tokens included, so that row i of s stands at position
+    p = lengths[s] - n_s + i and reads positions 0..p, or p-w+1..p with window = w > 0.
+    cap(x) = softcap * tanh(x / softcap), or x where softcap is 0. Query head h reads KV
+    head h // (heads / kv_heads). Position p is in block tables[s, p // block_size].
+    """
+    raise NotImplementedError("exercise 6: prefill_attention")
+
+
+def _context(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
+    """The first `length` rows of a sequence, gathered: [heads, length, head_dim]."""
+    raise NotImplementedError("exercise 6: _context")
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight, row by row: [..., dim].
+
+    `out` may be `x` itself.
+    """
+    out.copy_(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight)
+
+
+def add_rms_norm(
+    out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> None:
+    """residual += x; out = rms_norm(residual): [rows, dim]. `out` may be `x` itself."""
+    residual += x
+    rms_norm(out, residual, weight, eps)
+
+
+def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Turn the pairs (x[i], x[i + r/2]) of every head by its position's angle.
+
+    In place: (a, b) -> (a cos - b sin, b cos + a sin), r = rotary_dim <= head_dim; the
+    rest of a head stays. q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim],
+    positions int64 [tokens], cos_sin [max_len, r]: row p is r/2 cosines, r/2 sines.
+    """
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, r/2]
+    for x in (q, k):
+        a, b = x[..., :half].clone(), x[..., half : 2 * half].clone()
+        x[..., :half] = a * cos - b * sin
+        x[..., half : 2 * half] = b * cos + a * sin
+
+
+def silu_mul(out: Tensor, gate_up: Tensor) -> None:
+    """out = silu(gate) up, silu(x) = x / (1 + e^-x); gate_up [rows, 2F] = gate, up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def gelu_tanh_mul(out: Tensor, gate_up: Tensor) -> None:
+    """out = gelu(gate) up, gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
