@@ -573,8 +573,8 @@ EXHIBITS = (
         None,
         "the sum stays out of the residual",
         SPEC,
-        "residual += x",
-        "residual = residual + x",
+        "residual += x\n",
+        "residual = residual + x\n",
     ),
     Exhibit(
         None,
