@@ -15,6 +15,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ def test_without_a_change_nothing_fails(file: str) -> None:
 
 def test_grading_leaves_no_trace() -> None:
     """Profile, modules, imports and signals are as they were, killed or not."""
+    import_module("pagedattn.text.stop")
     before = surroundings()
     file = "text/stop.py"
     source = path_of(file).read_text("utf-8")
@@ -118,7 +120,6 @@ def test_grading_leaves_no_trace() -> None:
 
 def surroundings() -> tuple[object, ...]:
     """What a mutant in place changes."""
-    stop = sys.modules.get("pagedattn.text.stop")
     return (
         settings.get_current_profile_name(),
         settings().max_examples,
@@ -126,8 +127,8 @@ def surroundings() -> tuple[object, ...]:
         [*sys.meta_path],
         signal.getsignal(signal.SIGVTALRM),
         signal.getitimer(signal.ITIMER_VIRTUAL),
-        stop,
-        getattr(sys.modules["pagedattn.text"], "stop", None),
+        sys.modules["pagedattn.text.stop"],
+        sys.modules["pagedattn.text"].stop,
         {n: m for n, m in sys.modules.items() if n.startswith("test_")},
     )
 
