@@ -2,7 +2,7 @@
 
 Knows counts and seconds that others hand in; it reads no clock and knows nothing of
 requests, blocks or HTTP. One registry per instance, so that two engines in a process
-never mix. Built in chapter 14.
+never mix. Built in chapter 09.
 """
 
 from __future__ import annotations

@@ -78,6 +78,14 @@ def test_chapters_that_are_due_are_there() -> None:
     assert [path.stem for path in NOTEBOOKS] == [path.stem for path in SOURCES]
 
 
+def test_modules_name_chapters_that_are_there() -> None:
+    for folder in ("pagedattn", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            cited = re.findall(r"[Cc]hapters? (\d\d)(?: and (\d\d))?", text)
+            assert {n for pair in cited for n in pair if n} <= set(DUE), path
+
+
 @pytest.mark.parametrize("path", must_show(), ids=lambda p: p.name)
 def test_every_function_is_shown(path: Path) -> None:
     file = path.relative_to(ROOT).as_posix()

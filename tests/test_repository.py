@@ -1,7 +1,7 @@
 """The rules of the house, read off the source: rooms, contracts, sizes, packaging.
 
-Knows files and syntax trees; imports nothing of the engine in this process, so that a
-fresh interpreter can show what an import brings in.
+Knows files and syntax trees, and the book's list of rooms; what an import brings in is
+shown by a fresh interpreter.
 """
 
 import ast
@@ -17,23 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from pagedattn.viz.house import FLOORS
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"pagedattn": ROOT / "pagedattn", "pagedattn.kernels": ROOT / "kernels"}
 
-# Rooms in reading order: a room imports itself and what stands before it.
-ROOMS = {
-    "control plane": (
-        *("errors", "version", "config", "request", "intake"),
-        *("text", "cache", "scheduler", "trace"),
-    ),
-    "data plane": ("kernels", "model", "sampling", "runner"),
-    "joins": (
-        *("engine", "assembly", "output", "metrics"),
-        *("llm", "async_engine", "parallel"),
-    ),
-    "front door": ("student", ""),
-    "leaves": ("serve", "bench", "viz", "book", "testing"),
-}
+# Rooms in reading order: a room imports itself and what stands before it. The book's
+# picture of the house is the list; the front door stands before the leaves.
+RANKS = {room: i for i, (_, _, rooms) in enumerate(FLOORS) for room, _ in rooms}
+LEAVES = len(FLOORS) - 1
+RANKS |= {"": LEAVES - 0.5, "student": LEAVES - 0.5, "version": 0}
 HEAVY = ("torch", "numba", "transformers", "triton", "safetensors", "gguf")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -69,13 +62,11 @@ def imports(name: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, inner if inner in PATHS else base
 
 
-def room(name: str) -> int:
+def room(name: str) -> float:
     """The rank of a module's room."""
     first = (name.split(".") + [""])[1]
-    for rank, modules in enumerate(ROOMS.values()):
-        if first in modules:
-            return rank
-    raise AssertionError(f"{name} belongs to no room: give it one in ROOMS")
+    assert first in RANKS, f"{name} belongs to no room: give it one in FLOORS"
+    return RANKS[first]
 
 
 def ours(imported: str) -> bool:

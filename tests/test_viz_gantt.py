@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagedattn.bench.dry import run_step
 from pagedattn.errors import UserError
 from pagedattn.viz.gantt import (
     EXAMPLE,
@@ -19,7 +20,6 @@ from pagedattn.viz.gantt import (
     gantt,
     new_scheduler,
     requests_of,
-    run_step,
     schedule_of,
     scheduler_gantt,
     static_batches,

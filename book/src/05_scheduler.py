@@ -26,8 +26,9 @@
 # real length and tokens of its own.
 
 # %%
+from pagedattn.bench.dry import run_step
 from pagedattn.bench.workloads import mixed_lengths
-from pagedattn.viz.gantt import Job, new_scheduler, requests_of, run_step
+from pagedattn.viz.gantt import Job, new_scheduler, requests_of
 
 jobs = [Job(f"r{i}", *lengths) for i, lengths in enumerate(mixed_lengths())]
 limits = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "block_size": 16}

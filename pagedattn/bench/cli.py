@@ -176,7 +176,13 @@ def _latency(args: argparse.Namespace) -> int:
     batch = samples(wanted, engine.tokenizer)
     iterations = args.num_iters_warmup, args.num_iters
     with profile.attached(engine) if profile else nullcontext():
-        result = offline.latency(engine, batch, *iterations, not args.disable_tqdm)
+        result = offline.latency(
+            engine,
+            batch,
+            *iterations,
+            not args.disable_detokenize,
+            not args.disable_tqdm,
+        )
     print(f"Avg latency: {result['avg_latency']} seconds")
     for share, seconds in result["percentiles"].items():
         print(f"{share}% percentile latency: {seconds} seconds")

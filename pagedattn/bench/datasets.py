@@ -64,6 +64,7 @@ def samples(wanted: Wanted, tokenizer: Encoder) -> list[Sample]:
         raise UserError(
             f"num_prompts={wanted.num_prompts} must be at least 1.", "num_prompts"
         )
+    _refuse_unused(wanted)
     draw = random.Random(wanted.seed)
     match wanted.dataset_name:
         case "random":
@@ -80,6 +81,24 @@ def samples(wanted: Wanted, tokenizer: Encoder) -> list[Sample]:
                 "dataset_name",
             )
     return list(made)
+
+
+def _refuse_unused(wanted: Wanted) -> None:
+    """Lengths that the dataset has of its own can't be given as well."""
+    unused = []
+    if wanted.dataset_name != "random":
+        unused = ["input_len", "random_range_ratio", "random_prefix_len"]
+    if wanted.dataset_name == "prefix_repetition":
+        unused.append("output_len")
+    if wanted.dataset_name in ("random", "prefix_repetition"):
+        unused.append("dataset_path")
+    for name in unused:
+        if getattr(wanted, name):
+            raise UserError(
+                f"{name}={getattr(wanted, name)} means nothing to the dataset "
+                f"{wanted.dataset_name!r}.",
+                name,
+            )
 
 
 def _plain_ids(tokenizer: Encoder) -> list[int]:

@@ -108,12 +108,13 @@ def latency(
     batch: Sequence[Sample],
     warmups: int,
     iterations: int,
+    detokenize: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Seconds that one batch takes, over and over: their mean and percentiles."""
     seconds = []
     for i in tqdm(range(warmups + iterations), unit="batch", disable=not progress):
-        took = run(engine, batch, progress=False)[2]
+        took = run(engine, batch, detokenize, progress=False)[2]
         engine.scheduler.reset_prefix_cache()
         if i >= warmups:
             seconds.append(took)

@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pagedattn.cache.tables import LayerGroup
+from pagedattn.bench.dry import run_step, scheduler_for
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
-from pagedattn.scheduler import Result, Scheduler
 
 LONGEST = 2048  # OPT's context length, which "Orca (Max)" reserves
 SLOTS = 15_700  # for OPT-13B on a 40 GB A100 (the paper's table 1)
@@ -159,18 +158,20 @@ def paged(
         max_num_seqs=len(lengths),
         prefix_caching=False,
     )
-    scheduler = Scheduler(config, (LayerGroup(0, (0,)),))
+    scheduler, shares = scheduler_for(config), Shares(slots)
     for i, (prompt, output) in enumerate(lengths):
         params = SamplingParams(temperature=0, max_tokens=output)
         scheduler.add(Request(str(i), [0] * prompt, params, prompt + output))
-    shares = Shares(slots)
-    while (plan := scheduler.plan()) is not None:
+
+    def look() -> None:
         if scheduler.waiting:
             tokens = sum(request.computed for request in scheduler.running)
             shares.steps += 1
             shares.running += len(scheduler.running)
             shares.tokens += tokens
             shares.never += scheduler.tables.slots() - tokens
-        scheduler.commit(plan, [Result(token=0)] * len(plan.items))
+
+    while run_step(scheduler, look) is not None:
+        pass
     shares.preemptions = scheduler.preemptions
     return shares

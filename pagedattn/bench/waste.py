@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from pagedattn.bench.dry import run_step, scheduler_for
 from pagedattn.bench.workloads import mixed_lengths, random_prompts
-from pagedattn.cache.tables import LayerGroup
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
-from pagedattn.scheduler import Result, Scheduler
 
 
 @dataclass(slots=True)
@@ -43,19 +42,21 @@ def measure(
     lengths: list[tuple[int, int]], config: EngineConfig, reserve: int
 ) -> Waste:
     """Run requests of these (prompt, output) lengths to their end, all at once."""
-    scheduler = Scheduler(config, (LayerGroup(0, (0,)),))
+    scheduler, waste = scheduler_for(config), Waste()
     prompts = random_prompts([prompt for prompt, _ in lengths], 50_000)
     for i, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
         params = SamplingParams(temperature=0, max_tokens=output)
         scheduler.add(Request(str(i), prompt, params, len(prompt) + output))
-    waste = Waste()
-    while (plan := scheduler.plan()) is not None:
+
+    def look() -> None:
         running = scheduler.running
         waste.used += sum(request.computed for request in running)
         waste.paged += scheduler.tables.slots()
         waste.reserved += reserve * len(running)
         waste.most_running = max(waste.most_running, len(running))
-        scheduler.commit(plan, [Result(token=i) for i in range(len(plan.items))])
+
+    while run_step(scheduler, look) is not None:
+        pass
     return waste
 
 

@@ -2,7 +2,7 @@
 
 Knows the container's layout and each architecture's keys; block formats and tensor
 names are the `gguf` package's. Reads plainly instead of mapping, so a file costs no
-memory once its tensors are packed. Knows nothing of decoders. Built in chapter 05.
+memory once its tensors are packed. Knows nothing of decoders. Chapter 17 places it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One dense linear map, x @ weight.T + bias, in float32, from one copy of its weights.
 
 It packs the weights for oneDNN where torch has it, and keeps them plain otherwise.
-It knows nothing of quantisation, layers or checkpoints. Chapter 05 measures it.
+It knows nothing of quantisation, layers or checkpoints. Chapter 01 counts its work.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Reads one tensor at a time, turns it to float32, packs it and drops the plain copy, so
 no two float32 copies of a model ever stand in memory. Every weight that is missing,
 left over or of the wrong shape stops the load by name. Never unpickles, never runs a
-model folder's code. Knows nothing of requests. Built in chapter 05.
+model folder's code. Knows nothing of requests. Chapter 17 places it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a model comes from: the demo wheel, a folder, a GGUF file, or a hub.
 
 Knows names and paths, and downloads what a hub offers in safe formats. Opens no model
-file and imports no torch. Built in chapter 05.
+file and imports no torch.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 Knows requests as JSON and answers as frames; it knows nothing of blocks, tensors or
 kernels. `app.build_app` makes the application, `server.run` serves it, `cli.main` is
-the command. Built in chapter 14.
+the command. Built in chapter 09.
 """

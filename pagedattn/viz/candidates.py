@@ -14,11 +14,11 @@ import numpy as np
 from pagedattn.request import SamplingParams
 from pagedattn.sampling.filters import survivors
 from pagedattn.sampling.sampler import pick
-from pagedattn.viz.figure import COLOURS, INK, Figure, label, line, page, rect
+from pagedattn.viz.figure import COLOURS, INK, TINTS, Figure, label, line, page, rect
 
 WIDE, HIGH, GAP, LEFT, ROW = 62, 44, 10, 140, 62  # pixels
 FILTERS = ("temperature", "min_p", "top_k", "top_p")
-STRONG, TINT, CUT = COLOURS[0], "#c6d8ec", "#f9ccd2"
+STRONG, TINT, CUT = COLOURS[0], TINTS[0], TINTS[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+TINTS = ("#c6d8ec", "#f9ccd2", "#bfe0c6", "#efe8c0", "#cdeef9", "#e6c3da")
 SQUARES = "🟦🟥🟩🟨🟪🟧"
 SHARED, CACHED, FREE, INK = "#555555", "#d9d9d9", "#ffffff", "#222222"
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from itertools import groupby
 from typing import Any
 
-from pagedattn.cache.tables import LayerGroup
+from pagedattn.bench.dry import run_step, scheduler_for
 from pagedattn.config import EngineConfig
 from pagedattn.errors import UserError
 from pagedattn.request import Request, SamplingParams
-from pagedattn.scheduler import Item, Plan, Result, Scheduler
+from pagedattn.scheduler import Item, Plan, Scheduler
 from pagedattn.viz.figure import INK, Figure, label, legend, line, page, rect
 
 # What a request does in a step: colour, text square, words of the legend.
@@ -190,18 +191,10 @@ def requests_of(jobs: Sequence[Job], scheduler: Scheduler) -> list[Request]:
     return made
 
 
-def run_step(scheduler: Scheduler) -> Plan | None:
-    """Plan and commit one step; token ids do not matter to who is computed when."""
-    plan = scheduler.plan()
-    if plan is not None:
-        scheduler.commit(plan, [Result(token=7) for _ in plan.items])
-    return plan
-
-
 def new_scheduler(**config: Any) -> Scheduler:
     """The real scheduler with `EngineConfig` fields; blocks of four tokens, plenty."""
     settled = EngineConfig(**{"block_size": 4, "num_blocks": 4_000, **config})
-    return Scheduler(settled, (LayerGroup(0, (0,)),))
+    return scheduler_for(settled)
 
 
 def continuous_batches(jobs: Sequence[Job], **config: Any) -> Schedule:
@@ -485,7 +478,7 @@ def _page(
     try:
         schedule = continuous_batches(jobs, **config)
     except UserError as error:
-        return f"<p>{error}</p>"
+        return f"<p>{escape(str(error))}</p>"
     first = schedule.first_tokens()
     mean = sum(first.values()) / len(first)
     return (

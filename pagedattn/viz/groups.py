@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from pagedattn.cache.tables import LayerGroup
 from pagedattn.scheduler import Item, Plan
-from pagedattn.viz.figure import Figure, label, legend, line, page, rect
-from pagedattn.viz.strip import TINTS
+from pagedattn.viz.figure import TINTS, Figure, label, legend, line, page, rect
 
 WRITTEN, READ, HELD, GONE = "#4477aa", TINTS[0], "#eeeeee", "#ffffff"
 MARKS = {WRITTEN: "🟦", READ: "🟪", HELD: "⬛", GONE: "⬜"}

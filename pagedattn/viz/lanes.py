@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagedattn.viz.figure import COLOURS, Figure, label, line, page, rect
+from pagedattn.viz.figure import COLOURS, TINTS, Figure, label, line, page, rect
 from pagedattn.viz.visit import Moment
 
 LANE, ROW, TOP, LEFT, BOX, GAP = 280, 32, 58, 20, 24, 52  # pixels
-TINTS = ("#c6d8ec", "#f9ccd2", "#bfe0c6", "#efe8c0")
 
 
 def lanes(moments: Sequence[Moment]) -> Figure:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pagedattn.viz.figure import CACHED, COLOURS, SHARED
+from pagedattn.viz.figure import CACHED, COLOURS, SHARED, TINTS
 from pagedattn.viz.film import Film
-from pagedattn.viz.strip import SHARED_TINT, TINTS, people
+from pagedattn.viz.strip import SHARED_TINT, people
 
 HERE = Path(__file__).parent
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagedattn.cache.tables import LayerGroup
+from pagedattn.bench.dry import run_step, scheduler_for
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
-from pagedattn.scheduler import Result, Scheduler
+from pagedattn.scheduler import Scheduler
 from pagedattn.viz.figure import (
     CACHED,
     COLOURS,
@@ -109,7 +109,7 @@ def _cell(
 def example() -> Scheduler:
     """Three chats on one system prompt and a stranger, a few steps in."""
     config = EngineConfig(block_size=16, num_blocks=37)
-    scheduler = Scheduler(config, (LayerGroup(0, (0,)),))
+    scheduler = scheduler_for(config)
     system = list(range(70))
     prompts = {
         "chat A": [*system, *range(100, 125)],
@@ -121,6 +121,5 @@ def example() -> Scheduler:
         params = SamplingParams(temperature=0, max_tokens=40)
         scheduler.add(Request(name, prompt, params, len(prompt) + 40))
     for _ in range(12):
-        plan = scheduler.plan()
-        scheduler.commit(plan, [Result(token=7) for _ in plan.items])
+        run_step(scheduler)
     return scheduler

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from pagedattn.cache.tables import LayerGroup
+from pagedattn.bench.dry import run_step, scheduler_for
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
-from pagedattn.scheduler import Result, Scheduler
+from pagedattn.scheduler import Scheduler
 from pagedattn.viz.figure import CACHED, FREE, Figure, label, legend, line, page, rect
 
 USEFUL, EMPTY, RUNNING, WAITING = "#4477aa", "#ee6677", "#228833", "#aa3377"
@@ -99,20 +99,19 @@ def simulate(
         max_num_batched_tokens=budget,
         prefix_caching=prefix_caching,
     )
-    scheduler = Scheduler(config, (LayerGroup(0, (0,)),))
+    scheduler = scheduler_for(config)
     coming = _arrivals(rate, shared_prefix, block_size * num_blocks, seed)
     arrival, request = next(coming)
-    moments, admitted, arrived = [], [], 0
+    moments: list[Moment] = []
+    admitted: list[Request] = []
+    arrived = 0
     for step in range(steps):
         while arrival <= step:
             scheduler.add(request)
             arrived += 1
             arrival, request = next(coming)
-        plan = scheduler.plan()
-        moments.append(_moment(scheduler))
+        run_step(scheduler, lambda: moments.append(_moment(scheduler)))
         admitted += scheduler.take_admitted()
-        if plan is not None:
-            scheduler.commit(plan, [Result(token=0)] * len(plan.items))
     return Simulation(
         block_size,
         num_blocks,

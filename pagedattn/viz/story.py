@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pagedattn.cache.tables import LayerGroup
+from pagedattn.bench.dry import scheduler_for
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
 from pagedattn.scheduler import Plan, Result, Scheduler
@@ -58,7 +58,7 @@ def stage(num_blocks: int = 10, **config: Any) -> tuple[Scheduler, Camera]:
     """The real scheduler over `num_blocks` blocks of four tokens, being filmed."""
     camera = Camera(word)
     settled = EngineConfig(**{"block_size": 4, "num_blocks": num_blocks + 1, **config})
-    scheduler = Scheduler(settled, (LayerGroup(0, (0,)),), camera.emit)
+    scheduler = scheduler_for(settled, camera.emit)
     camera.watch(scheduler)
     return scheduler, camera
 

@@ -13,6 +13,7 @@ from pagedattn.viz.figure import (
     COLOURS,
     SHARED,
     SQUARES,
+    TINTS,
     Figure,
     label,
     page,
@@ -21,7 +22,6 @@ from pagedattn.viz.figure import (
 from pagedattn.viz.film import BlockState, Frame
 
 SLOT, HEIGHT, GAP, LEFT, COLUMNS = 46, 34, 14, 16, 5  # pixels; blocks in a row
-TINTS = ("#c6d8ec", "#f9ccd2", "#bfe0c6", "#efe8c0", "#cdeef9", "#e6c3da")
 SHARED_TINT = "#cccccc"
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn.viz.figure import CACHED, COLOURS, Figure, label, page, rect
+from pagedattn.viz.figure import CACHED, COLOURS, TINTS, Figure, label, page, rect
 from pagedattn.viz.story import cast, play, stage, word
-from pagedattn.viz.strip import COLUMNS, GAP, HEIGHT, LEFT, SLOT, TINTS
+from pagedattn.viz.strip import COLUMNS, GAP, HEIGHT, LEFT, SLOT
 
 NOW, BEFORE, GREY = COLOURS[0], TINTS[0], "#777777"
 CHUNKS = (1, 2, 4, 8, 16)

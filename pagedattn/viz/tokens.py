@@ -10,15 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from pagedattn.cache.tables import LayerGroup
+from pagedattn.bench.dry import run_step, scheduler_for
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
-from pagedattn.scheduler import Result, Scheduler
 from pagedattn.text.detokenizer import Detokenizer
 from pagedattn.text.tokenizer import Tokenizer
-from pagedattn.viz.figure import Figure, label, legend, page, rect
+from pagedattn.viz.figure import TINTS, Figure, label, legend, page, rect
 from pagedattn.viz.film import Camera
-from pagedattn.viz.strip import TINTS, strip
+from pagedattn.viz.strip import strip
 
 CELL, HEIGHT, LEFT, NAMES = 26, 24, 16, 96  # pixels; NAMES: the column of row names
 
@@ -199,14 +198,12 @@ def in_blocks(
     one step, blocks of four."""
     camera = Camera(lambda i: "" if i is None else visible(tokenizer, i))
     config = EngineConfig(block_size=4, num_blocks=num_blocks + 1)
-    scheduler = Scheduler(config, (LayerGroup(0, (0,)),), camera.emit)
+    scheduler = scheduler_for(config, camera.emit)
     camera.watch(scheduler)
     for name, ids in prompts.items():
         params = SamplingParams(temperature=0, max_tokens=2)
         scheduler.add(Request(name, list(ids), params, len(ids) + 2))
-    plan = scheduler.plan()
-    assert plan is not None, "no prompt fits"
-    scheduler.commit(plan, [Result(tokenizer.eos_id or 0) for _ in plan.items])
+    assert run_step(scheduler) is not None, "no prompt fits"
     film = camera.film()
     computed = [frame for frame in film.frames if frame.kind == "compute"]
     return strip(computed[-1:], film.block_size)

@@ -45,6 +45,13 @@ class Lab:
             "window.jupyterapp.commands.execute('notebook:run-all-cells')"
         )
 
+    def wait_until_done(self, seconds: float) -> None:
+        """Wait until every cell has run and the kernel has nothing to do."""
+        self.page.wait_for_function(
+            f"({KERNEL})()?.status === 'idle' && ({LAST})().executionCount > 0",
+            timeout=seconds * 1e3,
+        )
+
     def errors(self) -> list[str]:
         """What cells have failed with, or warned of."""
         kinds = ("stderr", "error")
@@ -64,6 +71,10 @@ class Lab:
 
 
 KERNEL = "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
+LAST = (
+    "() => window.jupyterapp.shell.currentWidget.content.widgets"
+    ".findLast((cell) => cell.model.type === 'code').model"
+)
 
 
 def free_port() -> int:

@@ -63,6 +63,16 @@ def test_trace_player(lab: Lab) -> None:
     lab.close()
 
 
+def test_a_chapter_runs_to_its_end(lab: Lab) -> None:
+    """The one of the first four whose widgets no other test waits for."""
+    lab.open("02_tokens.ipynb")
+    lab.run_all()
+    lab.wait_until_done(RUNNING)
+    assert not lab.errors()
+    lab.see("02_tokens")
+    lab.close()
+
+
 @pytest.mark.parametrize("widget", SLIDERS, ids=lambda w: w.notebook)
 def test_slider_changes_the_picture(lab: Lab, widget: Slider) -> None:
     lab.open(f"{widget.notebook}.ipynb")
