@@ -57,7 +57,8 @@ bench: $(VENV)/.kernels  ## Measure the KV waste of the demo workload
 	$(RUN) pagedattn.bench.waste $(BENCH_ARGS)
 
 lab: $(VENV)/.lab $(VENV)/.kernels  ## Open the book in JupyterLab
-	@exec $(BIN)/jupyter lab book/00_map.ipynb $(LAB_ARGS)
+	@exec $(BIN)/jupyter lab --ServerApp.root_dir=. \
+	  --LabApp.default_url=/lab/tree/book/00_map.ipynb $(LAB_ARGS)
 
 book: $(VENV)/.book $(VENV)/.lab $(VENV)/.kernels  ## Weave the chapters, CHAPTERS="03 04" or all
 	$(BIN)/python exercises/tools.py generate
