@@ -14,6 +14,8 @@ import jupytext
 import nbformat
 import pytest
 
+from pagedattn.viz.house import modules
+
 ROOT = Path(__file__).parents[1]
 BOOK = ROOT / "book"
 sys.path.insert(0, str(BOOK))
@@ -80,7 +82,7 @@ def test_chapters_that_are_due_are_there() -> None:
 
 def test_modules_name_chapters_that_are_there() -> None:
     for folder in ("pagedattn", "kernels"):
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in modules(ROOT / folder):
             text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
             cited = re.findall(r"[Cc]hapters? (\d\d)(?: and (\d\d))?", text)
             assert {n for pair in cited for n in pair if n} <= set(DUE), path

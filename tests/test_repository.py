@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedattn.viz.house import FLOORS
+from pagedattn.viz.house import FLOORS, modules
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"pagedattn": ROOT / "pagedattn", "pagedattn.kernels": ROOT / "kernels"}
@@ -42,8 +42,16 @@ def module_name(path: Path) -> str:
     raise ValueError(path)
 
 
-PATHS = {module_name(p): p for f in FOLDERS.values() for p in sorted(f.rglob("*.py"))}
+PATHS = {module_name(p): p for f in FOLDERS.values() for p in modules(f)}
 TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in PATHS.items()}
+
+
+def test_what_an_editor_keeps_beside_a_module_is_none(tmp_path: Path) -> None:
+    """JupyterLab copies every source that a reader opens from a chapter's link."""
+    for file in ("cache/blocks.py", "cache/.ipynb_checkpoints/blocks-checkpoint.py"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    assert modules(tmp_path) == [tmp_path / "cache" / "blocks.py"]
 
 
 def imports(name: str) -> Iterator[tuple[int, str]]:

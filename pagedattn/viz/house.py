@@ -94,9 +94,15 @@ def floor_of(room: str) -> int:
     raise LookupError(f"{room!r} is in no room of FLOORS.")
 
 
+def modules(folder: Path) -> list[Path]:
+    """Python files below the folder; no copies that editors hide beside them."""
+    files = ((p, p.relative_to(folder).parts) for p in folder.rglob("*.py"))
+    return sorted(p for p, parts in files if not any(n[0] == "." for n in parts))
+
+
 def sources() -> Iterator[tuple[str, Path]]:
     """(room, file) of every module that is on a floor."""
-    for path in sorted((*PACKAGE.rglob("*.py"), *(ROOT / "kernels").glob("*.py"))):
+    for path in sorted((*modules(PACKAGE), *modules(ROOT / "kernels"))):
         below = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
         room = below.parts[0].removesuffix(".py").replace("__init__", "")
         if room not in ENTRANCE:

@@ -162,7 +162,7 @@ def _dependents(name: str) -> frozenset[str]:
 def _imports() -> Iterator[tuple[str, set[str]]]:
     package = ROOT / "pagedattn"
     for path in (*package.rglob("*.py"), *TESTS.glob("test_*.py")):
-        if path.stem == "__init__":
+        if path.stem == "__init__" or path.parent.name.startswith("."):
             continue
         top = ROOT if path.is_relative_to(package) else TESTS
         name = ".".join(path.relative_to(top).with_suffix("").parts)
