@@ -277,10 +277,11 @@ def test_an_item_that_cannot_be_sampled_ends_its_request_alone():
     scheduler = make()
     bad, good = add(scheduler, "a", 3), add(scheduler, "b", 3)
     plan = scheduler.plan()
-    updates = scheduler.commit(plan, [Result(error="no token"), Result(7)])
-    assert [(u.request, u.tokens, u.error) for u in updates] == [
-        (bad, (), "no token"),
-        (good, (7,), None),
+    scored = Result(error="no token", prompt_logprobs=((1, "what position 1 scored"),))
+    updates = scheduler.commit(plan, [scored, Result(7)])
+    assert [(u.request, u.tokens, u.result, u.error) for u in updates] == [
+        (bad, (), scored, "no token"),
+        (good, (7,), Result(7), None),
     ]
     assert bad.finish_reason == "error" and bad.tokens == bad.tokens[:3]
     assert good.finish_reason is None and names(scheduler.running) == ["b"]
