@@ -270,6 +270,42 @@ def test_empty_batch() -> None:
     )
 
 
+# ------------------------------------------------------------------- matrix products
+
+
+@given(
+    rows=st.one_of(st.integers(0, 14), st.integers(15, 70)),
+    n=st.one_of(st.sampled_from([16, 32, 96]), st.integers(1, 70)),
+    k=st.integers(1, 70),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=80)
+def test_linear(rows: int, n: int, k: int, seed: int) -> None:
+    make = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n, k, generator=make)
+    x = torch.randn(rows, k + 5, generator=make)[:, 2 : k + 2]  # row-strided
+    panels = spec.pack(weight)
+    assert torch.equal(cpu.pack(weight), panels)
+    for kernels in (spec, cpu):
+        out = torch.full((rows, n), torch.nan)
+        kernels.linear(out, x, panels)
+        torch.testing.assert_close(out, x @ weight.T, **CLOSE)
+
+
+def test_a_row_times_a_matrix_ignores_its_neighbours() -> None:
+    """To the last bit: whatever tiles the other rows make, the sum has one order."""
+    make = torch.Generator().manual_seed(0)
+    panels = cpu.pack(torch.randn(48, 300, generator=make))
+    x = torch.randn(40, 300, generator=make)
+    alone = torch.empty(40, 48)
+    for i in range(40):
+        cpu.linear(alone[i : i + 1], x[i : i + 1], panels)
+    for rows in range(2, 40):
+        out = torch.empty(rows, 48)
+        cpu.linear(out, x[-rows:], panels)
+        assert torch.equal(out, alone[-rows:])
+
+
 # ------------------------------------------------------------------------ writing KV
 
 

@@ -5,12 +5,21 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from pagedattn.model import linear as module
 from pagedattn.model.linear import Linear, linear_backend
+
+BACKENDS = ["panels", "F.linear"] + ["oneDNN"] * module._onednn_works()
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way to multiply that this machine has, whichever it would choose."""
+    monkeypatch.setattr(module, "linear_backend", lambda: request.param)
+    return request.param
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -24,10 +33,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     bias=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(rows=1, n=1, k=1, bias=True, seed=0)
 @example(rows=3, n=16, k=1, bias=False, seed=0)
-def test_is_f_linear(rows: int, n: int, k: int, bias: bool, seed: int) -> None:
+def test_is_f_linear(
+    backend: str, rows: int, n: int, k: int, bias: bool, seed: int
+) -> None:
     make = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, k + 3, generator=make)[:, 2 : k + 2]  # row-strided
     weight = torch.randn(n, k, generator=make)
@@ -35,7 +46,7 @@ def test_is_f_linear(rows: int, n: int, k: int, bias: bool, seed: int) -> None:
     close(Linear(weight, b)(x), functional.linear(x, weight, b))
 
 
-def test_all_row_counts() -> None:
+def test_all_row_counts(backend: str) -> None:
     """One packed weight, rows 1 to 600; equal calls give equal bits."""
     make = torch.Generator().manual_seed(1)
     weight, b = torch.randn(192, 64, generator=make), torch.randn(192, generator=make)
@@ -47,11 +58,8 @@ def test_all_row_counts() -> None:
         assert torch.equal(out, linear(x[:rows]))
 
 
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("biases", ["all", "some", "none"])
-def test_fused(packed: bool, biases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not packed:
-        monkeypatch.setattr(module, "_onednn_works", lambda: False)
+def test_fused(backend: str, biases: str) -> None:
     make = torch.Generator().manual_seed(2)
     weights = [torch.randn(n, 24, generator=make) for n in (8, 16, 5)]
     given_biases = [torch.randn(len(w), generator=make) for w in weights]
@@ -64,23 +72,33 @@ def test_fused(packed: bool, biases: str, monkeypatch: pytest.MonkeyPatch) -> No
         close(Linear.fused(weights)(x), torch.cat(parts, -1))
 
 
-def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_onednn_works", lambda: False)
-    assert linear_backend() == "F.linear"
-    weight, x = torch.randn(10, 4), torch.randn(3, 4)
+@pytest.mark.parametrize(
+    ("vectors", "onednn", "chosen"),
+    [
+        ("AVX2", True, "panels"),
+        ("AVX512", True, "oneDNN"),
+        ("DEFAULT", True, "oneDNN"),
+        ("AVX512", False, "F.linear"),
+    ],
+)
+def test_the_backend_fits_the_processor(
+    vectors: str, onednn: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    monkeypatch.setattr(module, "_onednn_works", lambda: onednn)
+    assert linear_backend.__wrapped__() == chosen
+
+
+def test_other_dtypes_are_left_to_torch(backend: str) -> None:
+    weight, x = torch.randn(10, 4).double(), torch.randn(3, 4).double()
     close(Linear(weight)(x), functional.linear(x, weight))
 
 
-def test_backend_is_named() -> None:
-    assert linear_backend() in ("oneDNN", "F.linear")
-
-
-def test_plain_weight_is_freed() -> None:
-    if linear_backend() != "oneDNN":
-        weight = torch.randn(8, 8)
+def test_plain_weight_is_freed(backend: str) -> None:
+    weight = torch.randn(64, 64)
+    if backend == "F.linear":
         assert Linear(weight).weight.data_ptr() == weight.data_ptr()
         return
-    weight = torch.randn(64, 64)
     gone = weakref.ref(weight)
     linear = Linear(weight)
     del weight

@@ -1,24 +1,34 @@
 """One dense linear map, x @ weight.T + bias, in float32, from one copy of its weights.
 
-It packs the weights for oneDNN where torch has it, and keeps them plain otherwise.
-It knows nothing of quantisation, layers or checkpoints. Chapter 01 counts its work.
+It lays the weights out for whoever multiplies fastest here: our kernel, oneDNN, or
+torch as it is. It knows nothing of quantisation, layers or checkpoints. Chapter 01
+counts its work.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# oneDNN asks how many rows the packed weight will meet, and packs differently for one
-# row than for many. Packed for 64 rows, a weight serves every row count well: at one
-# row 23.6 GB/s over SmolLM2-135M's shapes (packed for one row: 20.1), at 512 rows the
-# same 130 to 150 GFLOP/s as packed for 512 (2 cores, AVX2).
+from pagedattn.kernels import cpu
+
+# oneDNN asks how many rows the packed weight will meet. Packed for 64 rows, a weight
+# serves every row count well, one row included.
 PACK_ROWS = 64
 
 
+@functools.cache
 def linear_backend() -> str:
-    """How this process multiplies dense float32 weights: 'oneDNN' or 'F.linear'."""
+    """How this process multiplies dense float32 weights.
+
+    "panels", our kernel, where the processor's vectors are as wide as its tiles: there
+    it is 1.05 to 1.7 times as fast as oneDNN (book/measured/LOG.md). "oneDNN" where
+    torch has it and vectors may be wider; else "F.linear", torch's plain product.
+    """
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return "panels"
     return "oneDNN" if _onednn_works() else "F.linear"
 
 
@@ -29,13 +39,14 @@ class Linear:
     packed copy stays in memory. Equal inputs of one row count give equal outputs.
     """
 
-    __slots__ = ("bias", "in_features", "out_features", "packed", "weight")
+    __slots__ = ("bias", "in_features", "multiply", "out_features", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self.packed = weight.is_cpu and weight.is_floating_point() and _onednn_works()
-        self.weight = _pack(weight) if self.packed else weight.contiguous()
+        ours = weight.is_cpu and weight.dtype == torch.float32
+        pack, self.multiply = _BACKENDS[linear_backend() if ours else "F.linear"]
+        self.weight = pack(weight.contiguous())
 
     @classmethod
     def fused(
@@ -49,11 +60,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K], rows may be strided; a new [rows, N] tensor."""
-        if not self.packed:
-            return functional.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(
-            x, self.weight, self.bias, "none", [], ""
-        )
+        return self.multiply(self, x)
 
 
 def _fuse_biases(
@@ -65,8 +72,32 @@ def _fuse_biases(
     return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
 
 
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
+# Three layouts of a weight, and the product for each.
+def _by_panels(linear: Linear, x: Tensor) -> Tensor:
+    out = x.new_empty(len(x), linear.out_features)
+    cpu.linear(out, x, linear.weight)
+    return out if linear.bias is None else out.add_(linear.bias)
+
+
+def _pack_for_onednn(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
+
+
+def _by_onednn(linear: Linear, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(
+        x, linear.weight, linear.bias, "none", [], ""
+    )
+
+
+def _by_torch(linear: Linear, x: Tensor) -> Tensor:
+    return functional.linear(x, linear.weight, linear.bias)
+
+
+_BACKENDS = {
+    "panels": (cpu.pack, _by_panels),
+    "oneDNN": (_pack_for_onednn, _by_onednn),
+    "F.linear": (lambda weight: weight, _by_torch),
+}
 
 
 def _onednn_works() -> bool:
@@ -74,7 +105,7 @@ def _onednn_works() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     try:
-        packed = _pack(torch.ones(2, 3))
+        packed = _pack_for_onednn(torch.ones(2, 3))
         torch.ops.mkldnn._linear_pointwise(
             torch.ones(1, 3), packed, None, "none", [], ""
         )
