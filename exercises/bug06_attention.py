@@ -16,7 +16,7 @@
 #
 # The idea is in book/06_attention.ipynb.
 #
-# Made from kernels/cpu.py by exercises/tools.py. Untouched: 9cacc7982934
+# Made from kernels/cpu.py by exercises/tools.py. Untouched: 34d2a0822582
 
 """The kernels of spec.py in numba: same names, arguments, variables and KV layout.
 
@@ -39,6 +39,7 @@ from pathlib import Path
 import llvmlite
 import numba
 import numpy as np
+import torch
 from llvmlite import binding
 from numba import njit
 from torch import Tensor
@@ -159,6 +160,39 @@ def enough(threads: int, size: int) -> int:
 def tanh(x: float) -> float:
     """1 - 2 / (e^2x + 1)."""
     return ONE - TWO / (exp(x + x) + ONE)
+
+
+# ------------------------------------------------------------------- matrix products
+
+
+def pack(weight: Tensor) -> Tensor:
+    """As spec.pack, by numpy, which turns matrices over several times as fast."""
+    n, k = weight.shape
+    if n % COLUMNS:
+        weight = torch.cat((weight, weight.new_zeros(-n % COLUMNS, k)))
+    panels = weight.view(-1, COLUMNS, k).numpy().transpose(0, 2, 1)
+    return torch.from_numpy(np.ascontiguousarray(panels))
+
+
+@kernel("void(float32[:, ::1], float32[:, :], float32[:, :, ::1], int64)")
+def linear(out: Array, x: Array, panels: Array, threads: int) -> None:
+    """As spec.linear, a panel of weights at a time: each is read from memory once.
+
+    Every sum runs over k in order: a row's outputs are the same to the last bit
+    whatever rows stand beside it.
+    """
+    for_each(len(panels), 1, threads, multiply_panel, (out, x, panels))
+
+
+@inline
+def multiply_panel(p: int, out: Array, x: Array, panels: Array) -> None:
+    """The outputs of one panel, for all rows of x."""
+    (rows, depth), n = x.shape, out.shape[1]
+    first = p * COLUMNS
+    above = (x, 0, x.strides[0] // x.itemsize)
+    panel = (panels, first * depth, COLUMNS)
+    columns = min(COLUMNS, n - first)
+    product(rows, columns, depth, above, panel, (out, first, n), 0)
 
 
 # ------------------------------------------------------------------------ writing KV
@@ -694,6 +728,37 @@ def rotate_heads(x: Array, cos_sin: Array, t: int) -> None:
             second[d] = b * cos[d] + a * sin[d]
 
 
+@kernel(
+    "void(float32[:, :, :], float32[:, :, :], float32[:, :, :], int64[::1],"
+    " float32[:, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1],"
+    " int64)"
+)
+def rotary_write(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    cos_sin: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slots: Array,
+    threads: int,
+) -> None:
+    """As spec.rotary_write, token by token, while its keys are at hand."""
+    threads = enough(threads, q.size)
+    turn, write = (q, k, positions, cos_sin), (k, v, k_cache, v_cache, slots)
+    for_each(len(q), ROWS_AT_ONCE, threads, rotate_and_write_token, (turn, write))
+
+
+@inline
+def rotate_and_write_token(t: int, turn: tuple, write: tuple) -> None:
+    """rotate_token, then write_token."""
+    q, k, positions, cos_sin = turn
+    rotate_token(t, q, k, positions, cos_sin)
+    k, v, k_cache, v_cache, slots = write
+    write_token(t, k, v, k_cache, v_cache, slots)
+
+
 @kernel("void(float32[:, ::1], float32[:, ::1], int64)")
 def silu_mul(out: Array, gate_up: Array, threads: int) -> None:
     """As spec.silu_mul."""
@@ -703,10 +768,16 @@ def silu_mul(out: Array, gate_up: Array, threads: int) -> None:
 
 @inline
 def silu_row(t: int, out: Array, gate_up: Array) -> None:
-    """out = gate / (1 + e^-gate) * up: one row."""
-    out, gate_up, n = out[t], gate_up[t], out.shape[1]
-    for d in range(n):
-        out[d] = gate_up[d] / (ONE + exp(-gate_up[d])) * gate_up[n + d]
+    """One row of silu_mul."""
+    n = out.shape[1]
+    silu(out[t], gate_up[t, :n], gate_up[t, n:])
+
+
+@inline
+def silu(out: Array, gate: Array, up: Array) -> None:
+    """out = gate / (1 + e^-gate) * up; `out` may be `gate`."""
+    for d in range(len(out)):
+        out[d] = gate[d] / (ONE + exp(-gate[d])) * up[d]
 
 
 @kernel("void(float32[:, ::1], float32[:, ::1], int64)")
@@ -718,12 +789,57 @@ def gelu_tanh_mul(out: Array, gate_up: Array, threads: int) -> None:
 
 @inline
 def gelu_row(t: int, out: Array, gate_up: Array) -> None:
+    """One row of gelu_tanh_mul."""
+    n = out.shape[1]
+    gelu_tanh(out[t], gate_up[t, :n], gate_up[t, n:])
+
+
+@inline
+def gelu_tanh(out: Array, gate: Array, up: Array) -> None:
     """out = gate / 2 * (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) * up."""
-    out, gate_up, n = out[t], gate_up[t], out.shape[1]
-    for d in range(n):
-        x = gate_up[d]
+    for d in range(len(out)):
+        x = gate[d]
         inner = np.float32(0.79788456) * (x + np.float32(0.044715) * x * x * x)
-        out[d] = HALF * x * (ONE + tanh(inner)) * gate_up[n + d]
+        out[d] = HALF * x * (ONE + tanh(inner)) * up[d]
+
+
+@kernel("void(float32[:, ::1], float32[:, :], float32[:, :, ::1], int64)")
+def silu_linear(out: Array, x: Array, panels: Array, threads: int) -> None:
+    """As spec.silu_linear: what two panels give meets while it is in the cache."""
+    for_each(len(panels) // 2, 1, threads, silu_panel, (out, x, panels))
+
+
+@inline
+def silu_panel(p: int, out: Array, x: Array, panels: Array) -> None:
+    """16 columns of out: the gate's panel, the up's panel, and their silu."""
+    up = np.empty((len(x), COLUMNS), np.float32)
+    gate_and_up(p, out, up, x, panels)
+    for t in range(len(x)):
+        gate = stretch(out, t * out.shape[1] + p * COLUMNS, COLUMNS)
+        silu(gate, gate, stretch(up, t * COLUMNS, COLUMNS))
+
+
+@inline
+def gate_and_up(p: int, out: Array, up: Array, x: Array, panels: Array) -> None:
+    """The product with panel p into out's columns, with its other half into up."""
+    multiply_panel(p, out, x, panels)
+    multiply_panel(0, up, x, panels[len(panels) // 2 + p :])
+
+
+@kernel("void(float32[:, ::1], float32[:, :], float32[:, :, ::1], int64)")
+def gelu_tanh_linear(out: Array, x: Array, panels: Array, threads: int) -> None:
+    """As spec.gelu_tanh_linear."""
+    for_each(len(panels) // 2, 1, threads, gelu_tanh_panel, (out, x, panels))
+
+
+@inline
+def gelu_tanh_panel(p: int, out: Array, x: Array, panels: Array) -> None:
+    """As silu_panel."""
+    up = np.empty((len(x), COLUMNS), np.float32)
+    gate_and_up(p, out, up, x, panels)
+    for t in range(len(x)):
+        gate = stretch(out, t * out.shape[1] + p * COLUMNS, COLUMNS)
+        gelu_tanh(gate, gate, stretch(up, t * COLUMNS, COLUMNS))
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:

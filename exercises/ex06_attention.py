@@ -17,7 +17,7 @@
 # The idea is in book/06_attention.ipynb.
 # One solution is kernels/spec.py itself.
 #
-# Made from kernels/spec.py by exercises/tools.py. Untouched: 8cf9d75e5688
+# Made from kernels/spec.py by exercises/tools.py. Untouched: 9ad76360aa12
 
 """What every kernel computes, in a few lines of plain torch: the oracle.
 
@@ -37,6 +37,8 @@ Outputs are written in place. Last dimensions are contiguous; the rows of `q`, `
 import torch
 from torch import Tensor
 
+COLUMNS = 16  # outputs in a panel of weights
+
 
 def empty_kv(
     num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
@@ -44,6 +46,24 @@ def empty_kv(
     """One layer's (k_cache, v_cache), uninitialised: untouched pages take no memory."""
     shape = (num_blocks, kv_heads, block_size, head_dim)
     return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """panels[p, k, j] = weight[16 p + j, k], zero past the last row: [N / 16, K, 16].
+
+    16 outputs' weights stand side by side for each input, so that a product reads a
+    panel from end to end, once, and holds 16 sums in vector registers.
+    """
+    n, k = weight.shape
+    if n % COLUMNS:
+        weight = torch.cat((weight, weight.new_zeros(-n % COLUMNS, k)))
+    return weight.view(-1, COLUMNS, k).transpose(1, 2).contiguous()
+
+
+def linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
+    """out = x weight.T for panels = pack(weight): x [rows, K], out [rows, N]."""
+    weight = panels.transpose(1, 2).reshape(-1, x.shape[1])[: out.shape[1]]
+    out.copy_(x @ weight.T)
 
 
 def write_kv(
@@ -135,6 +155,21 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         x[..., half : 2 * half] = b * cos + a * sin
 
 
+def rotary_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> None:
+    """rotary of q and k, then write_kv of k and v."""
+    rotary(q, k, positions, cos_sin)
+    write_kv(k, v, k_cache, v_cache, slots)
+
+
 def silu_mul(out: Tensor, gate_up: Tensor) -> None:
     """out = silu(gate) up, silu(x) = x / (1 + e^-x); gate_up [rows, 2F] = gate, up."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -145,3 +180,17 @@ def gelu_tanh_mul(out: Tensor, gate_up: Tensor) -> None:
     """out = gelu(gate) up, gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
     gate, up = gate_up.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+def silu_linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
+    """silu_mul of x [gate up].T: panels = pack([gate; up]), out [rows, F], 16 | F."""
+    gate_up = x.new_empty(len(x), 2 * out.shape[1])
+    linear(gate_up, x, panels)
+    silu_mul(out, gate_up)
+
+
+def gelu_tanh_linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
+    """gelu_tanh_mul of x [gate up].T, as silu_linear."""
+    gate_up = x.new_empty(len(x), 2 * out.shape[1])
+    linear(gate_up, x, panels)
+    gelu_tanh_mul(out, gate_up)

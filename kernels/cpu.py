@@ -708,6 +708,37 @@ def rotate_heads(x: Array, cos_sin: Array, t: int) -> None:
             second[d] = b * cos[d] + a * sin[d]
 
 
+@kernel(
+    "void(float32[:, :, :], float32[:, :, :], float32[:, :, :], int64[::1],"
+    " float32[:, ::1], float32[:, :, :, ::1], float32[:, :, :, ::1], int64[::1],"
+    " int64)"
+)
+def rotary_write(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    cos_sin: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slots: Array,
+    threads: int,
+) -> None:
+    """As spec.rotary_write, token by token, while its keys are at hand."""
+    threads = enough(threads, q.size)
+    turn, write = (q, k, positions, cos_sin), (k, v, k_cache, v_cache, slots)
+    for_each(len(q), ROWS_AT_ONCE, threads, rotate_and_write_token, (turn, write))
+
+
+@inline
+def rotate_and_write_token(t: int, turn: tuple, write: tuple) -> None:
+    """rotate_token, then write_token."""
+    q, k, positions, cos_sin = turn
+    rotate_token(t, q, k, positions, cos_sin)
+    k, v, k_cache, v_cache, slots = write
+    write_token(t, k, v, k_cache, v_cache, slots)
+
+
 @kernel("void(float32[:, ::1], float32[:, ::1], int64)")
 def silu_mul(out: Array, gate_up: Array, threads: int) -> None:
     """As spec.silu_mul."""
@@ -717,10 +748,16 @@ def silu_mul(out: Array, gate_up: Array, threads: int) -> None:
 
 @inline
 def silu_row(t: int, out: Array, gate_up: Array) -> None:
-    """out = gate / (1 + e^-gate) * up: one row."""
-    out, gate_up, n = out[t], gate_up[t], out.shape[1]
-    for d in range(n):
-        out[d] = gate_up[d] / (ONE + exp(-gate_up[d])) * gate_up[n + d]
+    """One row of silu_mul."""
+    n = out.shape[1]
+    silu(out[t], gate_up[t, :n], gate_up[t, n:])
+
+
+@inline
+def silu(out: Array, gate: Array, up: Array) -> None:
+    """out = gate / (1 + e^-gate) * up; `out` may be `gate`."""
+    for d in range(len(out)):
+        out[d] = gate[d] / (ONE + exp(-gate[d])) * up[d]
 
 
 @kernel("void(float32[:, ::1], float32[:, ::1], int64)")
@@ -732,12 +769,57 @@ def gelu_tanh_mul(out: Array, gate_up: Array, threads: int) -> None:
 
 @inline
 def gelu_row(t: int, out: Array, gate_up: Array) -> None:
+    """One row of gelu_tanh_mul."""
+    n = out.shape[1]
+    gelu_tanh(out[t], gate_up[t, :n], gate_up[t, n:])
+
+
+@inline
+def gelu_tanh(out: Array, gate: Array, up: Array) -> None:
     """out = gate / 2 * (1 + tanh(sqrt(2 / pi) (gate + 0.044715 gate^3))) * up."""
-    out, gate_up, n = out[t], gate_up[t], out.shape[1]
-    for d in range(n):
-        x = gate_up[d]
+    for d in range(len(out)):
+        x = gate[d]
         inner = np.float32(0.79788456) * (x + np.float32(0.044715) * x * x * x)
-        out[d] = HALF * x * (ONE + tanh(inner)) * gate_up[n + d]
+        out[d] = HALF * x * (ONE + tanh(inner)) * up[d]
+
+
+@kernel("void(float32[:, ::1], float32[:, :], float32[:, :, ::1], int64)")
+def silu_linear(out: Array, x: Array, panels: Array, threads: int) -> None:
+    """As spec.silu_linear: what two panels give meets while it is in the cache."""
+    for_each(len(panels) // 2, 1, threads, silu_panel, (out, x, panels))
+
+
+@inline
+def silu_panel(p: int, out: Array, x: Array, panels: Array) -> None:
+    """16 columns of out: the gate's panel, the up's panel, and their silu."""
+    up = np.empty((len(x), COLUMNS), np.float32)
+    gate_and_up(p, out, up, x, panels)
+    for t in range(len(x)):
+        gate = stretch(out, t * out.shape[1] + p * COLUMNS, COLUMNS)
+        silu(gate, gate, stretch(up, t * COLUMNS, COLUMNS))
+
+
+@inline
+def gate_and_up(p: int, out: Array, up: Array, x: Array, panels: Array) -> None:
+    """The product with panel p into out's columns, with its other half into up."""
+    multiply_panel(p, out, x, panels)
+    multiply_panel(0, up, x, panels[len(panels) // 2 + p :])
+
+
+@kernel("void(float32[:, ::1], float32[:, :], float32[:, :, ::1], int64)")
+def gelu_tanh_linear(out: Array, x: Array, panels: Array, threads: int) -> None:
+    """As spec.gelu_tanh_linear."""
+    for_each(len(panels) // 2, 1, threads, gelu_tanh_panel, (out, x, panels))
+
+
+@inline
+def gelu_tanh_panel(p: int, out: Array, x: Array, panels: Array) -> None:
+    """As silu_panel."""
+    up = np.empty((len(x), COLUMNS), np.float32)
+    gate_and_up(p, out, up, x, panels)
+    for t in range(len(x)):
+        gate = stretch(out, t * out.shape[1] + p * COLUMNS, COLUMNS)
+        gelu_tanh(gate, gate, stretch(up, t * COLUMNS, COLUMNS))
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:

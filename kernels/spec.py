@@ -166,6 +166,21 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         x[..., half : 2 * half] = b * cos + a * sin
 
 
+def rotary_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> None:
+    """rotary of q and k, then write_kv of k and v."""
+    rotary(q, k, positions, cos_sin)
+    write_kv(k, v, k_cache, v_cache, slots)
+
+
 def silu_mul(out: Tensor, gate_up: Tensor) -> None:
     """out = silu(gate) up, silu(x) = x / (1 + e^-x); gate_up [rows, 2F] = gate, up."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -176,3 +191,17 @@ def gelu_tanh_mul(out: Tensor, gate_up: Tensor) -> None:
     """out = gelu(gate) up, gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
     gate, up = gate_up.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+def silu_linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
+    """silu_mul of x [gate up].T: panels = pack([gate; up]), out [rows, F], 16 | F."""
+    gate_up = x.new_empty(len(x), 2 * out.shape[1])
+    linear(gate_up, x, panels)
+    silu_mul(out, gate_up)
+
+
+def gelu_tanh_linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
+    """gelu_tanh_mul of x [gate up].T, as silu_linear."""
+    gate_up = x.new_empty(len(x), 2 * out.shape[1])
+    linear(gate_up, x, panels)
+    gelu_tanh_mul(out, gate_up)

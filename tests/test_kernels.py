@@ -417,6 +417,56 @@ def test_rotary(
     assert torch.equal(results[1][:, (h + kvh) * dim :], fused[:, (h + kvh) * dim :])
 
 
+@given(rows=ROWS, rotary_dim=st.sampled_from([16, 8]), seed=st.integers(0, 99))
+@settings(max_examples=15)
+def test_rotary_write_is_rotary_then_write(
+    rows: int, rotary_dim: int, seed: int
+) -> None:
+    make = torch.Generator().manual_seed(seed)
+    fused = torch.randn(rows, 5 * 16, generator=make)  # 3 heads, 1 KV head
+    positions = torch.randint(0, 50, (rows,), generator=make)
+    cos_sin = torch.randn(50, rotary_dim, generator=make)
+    slots = torch.randperm(4 * 60, generator=make)[:rows]
+    found = []
+    for kernels in (spec, cpu, None):
+        heads = fused.clone().view(rows, 5, 16)
+        q, k, v = heads.split([3, 1, 1], dim=1)
+        caches = torch.zeros(60, 1, 4, 16), torch.zeros(60, 1, 4, 16)
+        if kernels is None:
+            spec.rotary(q, k, positions, cos_sin)
+            spec.write_kv(k, v, *caches, slots)
+        else:
+            kernels.rotary_write(q, k, v, positions, cos_sin, *caches, slots)
+        found.append((q, *caches))
+    for some in found[:2]:
+        for actual, expected in zip(some, found[2], strict=True):
+            torch.testing.assert_close(actual, expected, **CLOSE)
+
+
+@given(
+    rows=st.sampled_from([0, 1, 5, 6, 7, 40]),
+    width=st.sampled_from([16, 48]),
+    depth=st.integers(1, 40),
+    name=st.sampled_from(["silu", "gelu_tanh"]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_gated_products(
+    rows: int, width: int, depth: int, name: str, seed: int
+) -> None:
+    make = torch.Generator().manual_seed(seed)
+    gate, up = torch.randn(2, width, depth, generator=make)
+    x = torch.randn(rows, depth + 1, generator=make)[:, :depth]
+    expected = torch.empty(rows, width)
+    both = torch.cat((x @ gate.T, x @ up.T), -1)
+    getattr(spec, f"{name}_mul")(expected, both)
+    for kernels in (spec, cpu):
+        out = torch.full((rows, width), torch.nan)
+        panels = kernels.pack(torch.cat((gate, up)))
+        getattr(kernels, f"{name}_linear")(out, x, panels)
+        torch.testing.assert_close(out, expected, **CLOSE)
+
+
 @given(rows=ROWS, width=st.sampled_from([1, 9, 96]), spread=st.sampled_from([1, 30]))
 @settings(max_examples=25)
 def test_activations(rows: int, width: int, spread: int) -> None:

@@ -105,3 +105,12 @@ def test_plain_weight_is_freed(backend: str) -> None:
     gc.collect()
     assert gone() is None
     assert linear(torch.ones(1, 64)).shape == (1, 64)
+
+
+def test_panels_are_offered_where_two_maps_may_meet(backend: str) -> None:
+    """Whole panels, no bias, and the product that reads them; else None."""
+    weight, bias = torch.randn(64, 8), torch.randn(64)
+    offered = Linear(weight.clone()).panels
+    assert (offered is not None) == (backend == "panels")
+    assert Linear(weight.clone(), bias).panels is None
+    assert Linear(weight[:48].clone()).panels is None

@@ -458,13 +458,44 @@ print(f"64 requests: at least {sum(work) / cores.flops:.0f} s of arithmetic")
 # output tokens alone would take 195 seconds.
 
 # %% [markdown]
+# ## The product itself
+#
+# Nearly all FLOPs above are products of some rows with a weight matrix, and most bytes
+# are that matrix. To come near the bound, a program must read each weight once and in
+# order, and multiply eight numbers with every instruction. The order in the file suits
+# neither: one output's weights stand together, but a vector register wants the weights
+# of eight *outputs* for the same input. So `pack` turns the matrix into **panels** of 16
+# outputs when the model is loaded, and `linear` multiplies with panels. As in all of
+# this engine, a kernel is written twice: in plain torch in `kernels/spec.py`, which says
+# *what* is computed, and in numba in `kernels/cpu.py`, which computes it fast.
+
+# %%
+from pagedattn.kernels import cpu, spec
+
+show(spec.pack, spec.linear)
+
+# %% [markdown]
+# In numba, `pack` leaves the turning to numpy, and `linear` deals out panels to the
+# threads with `for_each`. `multiply_panel` is one panel with all rows: `product`, which
+# attention uses too ([chapter 06](06_attention.ipynb)), takes six rows at a time and
+# holds their 6 × 16 sums in twelve vector registers. One row of a decode streams the
+# panel from memory and is gone; sixty-four rows find it in the processor's cache ten
+# times more. One layout serves both ends of the roofline. And every sum runs over the
+# inputs in order, whatever rows stand beside it: a request's product is the same to the
+# last bit alone and in a crowd.
+
+# %%
+show(cpu.pack, cpu.linear, cpu.multiply_panel)
+
+# %% [markdown]
+# On two cores of the kind in our table it streams weights at 24 to 34 GB/s for one row
+# and reaches 145 to 176 GFLOP/s from 64 rows on; oneDNN, Intel's library that torch
+# brings, was 1.06 to 1.95 times as slow in the same run (`book/measured/LOG.md`).
+#
 # ## What else a forward pass does
 #
-# Products and attention are what costs. Between them a layer does small things to each
-# token's vector, and this engine writes them as kernels like the rest: once in plain
-# torch in `kernels/spec.py`, which says *what* is computed, and once in numba in
-# `kernels/cpu.py`, which computes it fast. Attention has [chapter
-# 06](06_attention.ipynb) to itself. Here are the others, first as specification.
+# Between products and attention a layer does small things to each token's vector. Here
+# they are, first as specification.
 #
 # `rms_norm` divides a vector by its root mean square, so that layers see numbers of one
 # size, and multiplies with a learned weight (Zhang and Sennrich, 2019). `add_rms_norm`
@@ -479,11 +510,14 @@ print(f"64 requests: at least {sum(work) / cores.flops:.0f} s of arithmetic")
 #
 # `silu_mul` is the MLP's bend between its matrices: the gate, through a smooth step,
 # times the other half. `gelu_tanh_mul` is the same with another step; Gemma uses it.
+#
+# Three more are two of these in one, so that nothing goes to memory and back between
+# them: `rotary_write` turns keys and stores them in the cache, `silu_linear` and
+# `gelu_tanh_linear` are the MLP's first product with its bend.
 
 # %%
-from pagedattn.kernels import cpu, spec
-
 show(spec.rms_norm, spec.add_rms_norm, spec.rotary, spec.silu_mul, spec.gelu_tanh_mul)
+show(spec.rotary_write, spec.silu_linear, spec.gelu_tanh_linear)
 
 # %% [markdown]
 # Now in numba. Every kernel has the same two parts. A wrapper, compiled when it is
@@ -506,22 +540,28 @@ show(cpu.add_rms_norm, cpu.add_norm_row)
 # %% [markdown]
 # The rotation: `rotary` deals out tokens, `rotate_token` looks up one token's cosines
 # and sines and hands them to `rotate_heads`, once for its queries and once for its
-# keys.
+# keys. In `rotary_write`, `rotate_and_write_token` goes on with `write_token`, which
+# chapter 06 shows.
 
 # %%
 show(cpu.rotary, cpu.rotate_token, cpu.rotate_heads)
+show(cpu.rotary_write, cpu.rotate_and_write_token)
 
 # %% [markdown]
-# The activations: `silu_mul` with `silu_row`, `gelu_tanh_mul` with `gelu_row`. Both
-# need `exp`, and the C library's works on one number at a time, so that a loop over it
-# cannot use vector instructions. So `exp` is written out: the number is split into a
-# whole power of two, which is a bit field of a float, and a rest so small that six
-# coefficients are enough for single precision. Such a loop vectorises. `tanh` is made
-# from it.
+# The activations: `silu` and `gelu_tanh`, of one stretch of numbers. By themselves they
+# are dealt out in rows (`silu_mul` with `silu_row`, `gelu_tanh_mul` with `gelu_row`);
+# behind the product in panels (`silu_linear` with `silu_panel`, `gelu_tanh_linear` with
+# `gelu_tanh_panel`), where `gate_and_up` multiplies the two that meet. Both need `exp`,
+# and the C library's works on one number at a time, so that a loop over it cannot use
+# vector instructions. So `exp` is written out: the number is split into a whole power
+# of two, which is a bit field of a float, and a rest so small that six coefficients are
+# enough for single precision. Such a loop vectorises. `tanh` is made from it.
 
 # %%
 show(cpu.exp, cpu.tanh)
-show(cpu.silu_mul, cpu.silu_row, cpu.gelu_tanh_mul, cpu.gelu_row)
+show(cpu.silu_mul, cpu.silu_row, cpu.silu, cpu.silu_linear, cpu.silu_panel)
+show(cpu.gate_and_up, cpu.gelu_tanh_mul, cpu.gelu_row, cpu.gelu_tanh)
+show(cpu.gelu_tanh_linear, cpu.gelu_tanh_panel)
 
 # %% [markdown]
 # Our bounds leave all of this out. How much is that? Count the numbers that each of

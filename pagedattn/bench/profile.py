@@ -71,6 +71,14 @@ def linear_work(linear: Linear, x: Tensor) -> Work:
     return Work(2.0 * rows * n * k, moved, f" {k} x {n}")
 
 
+def gated_work(out: Tensor, x: Tensor, panels: Tensor) -> Work:
+    """As linear_work, of two maps whose outputs meet."""
+    (rows, k), n = x.shape, 2 * out.shape[1]
+    return Work(
+        2.0 * rows * n * k, FLOAT * (n * k + rows * (n // 2 + k)), f" {k} x {n}"
+    )
+
+
 def decode_work(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor,
     lengths: Tensor, scale: float, window: int, softcap: float,
@@ -119,8 +127,11 @@ KERNELS: dict[str, Callable[..., Work]] = {
     "rms_norm": _moving(1, 1),
     "add_rms_norm": _moving(1, 2, 1),
     "rotary": _moving(2, 2),
+    "rotary_write": _moving(2, 2, 2),
     "silu_mul": _moving(1, 1),
     "gelu_tanh_mul": _moving(1, 1),
+    "silu_linear": gated_work,
+    "gelu_tanh_linear": gated_work,
 }
 
 

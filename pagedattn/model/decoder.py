@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from pagedattn.model.batch import Batch, LayerCache
 from pagedattn.model.families import DecoderConfig
+from pagedattn.model.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,11 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes this batch's keys and values first."""
         q, k, v = self._project(x)
-        if self.cos_sin is not None:
-            self.kernels.rotary(q, k, batch.positions, self.cos_sin)
-        self.kernels.write_kv(k, v, cache.k, cache.v, batch.slots[cache.group])
+        to = cache.k, cache.v, batch.slots[cache.group]
+        if self.cos_sin is None:
+            self.kernels.write_kv(k, v, *to)
+        else:
+            self.kernels.rotary_write(q, k, v, batch.positions, self.cos_sin, *to)
         out = q.new_empty(q.shape)  # [T, heads, dim]
         self._read(out, q, batch, cache)
         return self.out(out.view(len(x), -1))
@@ -110,18 +113,24 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """down(act(gate) x up), gate and up in one product; `act` is a kernel."""
+    """down(act(gate) x up), gate and up in one product; `act` is a kernel.
 
-    gate_up: Projection
+    Where the product reads panels, the activation is part of it.
+    """
+
+    gate_up: Linear
     down: Projection
     activation: str
     kernels: ModuleType
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        gate_up = self.gate_up(x)
-        out = x.new_empty(len(x), gate_up.shape[1] // 2)
-        getattr(self.kernels, f"{self.activation}_mul")(out, gate_up)
+        out = x.new_empty(len(x), self.gate_up.out_features // 2)
+        panels = self.gate_up.panels
+        if panels is None:
+            getattr(self.kernels, f"{self.activation}_mul")(out, self.gate_up(x))
+        else:
+            getattr(self.kernels, f"{self.activation}_linear")(out, x, panels)
         return self.down(out)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagedattn.kernels import cpu
+from pagedattn.kernels.spec import COLUMNS as PANEL
 
 # oneDNN asks how many rows the packed weight will meet. Packed for 64 rows, a weight
 # serves every row count well, one row included.
@@ -57,6 +58,13 @@ class Linear:
         A missing bias beside a present one counts as zeros.
         """
         return cls(torch.cat(list(weights)), _fuse_biases(weights, biases or ()))
+
+    @property
+    def panels(self) -> Tensor | None:
+        """The weight, if a kernel may take it for a pair of maps that meet: as whole
+        panels, and without a bias."""
+        whole = self.out_features % (2 * PANEL) == 0 and self.bias is None
+        return self.weight if whole and self.multiply is _by_panels else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K], rows may be strided; a new [rows, N] tensor."""
