@@ -15,6 +15,7 @@ Outputs are written in place. Last dimensions are contiguous; the rows of `q`, `
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 COLUMNS = 16  # outputs in a panel of weights
 
@@ -35,7 +36,7 @@ def pack(weight: Tensor) -> Tensor:
     """
     n, k = weight.shape
     if n % COLUMNS:
-        weight = torch.cat((weight, weight.new_zeros(-n % COLUMNS, k)))
+        weight = pad(weight, (0, 0, 0, -n % COLUMNS))
     return weight.view(-1, COLUMNS, k).transpose(1, 2).contiguous()
 
 

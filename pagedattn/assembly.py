@@ -28,7 +28,7 @@ from pagedattn.metrics import Metrics
 from pagedattn.model import loader, source
 from pagedattn.model.decoder import ModelSpec
 from pagedattn.model.gguf import read_metadata
-from pagedattn.model.linear import linear_backend
+from pagedattn.model.linear import linear_backend, measured_knee
 from pagedattn.model.source import Source
 from pagedattn.model.tokenizer import read_tokenizer
 from pagedattn.request import SamplingParams
@@ -70,7 +70,7 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
         with _bar("Weights", show_progress) as progress:
             model = loader.load(found, cpu, args.max_model_len, progress)
         kernels.result()
-    config, scheduler = _plan_cache(args, spec, groups)
+    config, scheduler = _plan_cache(args, spec, groups, measured_knee())
     runner = Runner(model, groups, config.block_size, _new_cache(config, spec))
     name = (args.served_model_name or [found.name])[0]
     facts = _facts(found, spec, config, groups, threads)
@@ -158,11 +158,11 @@ def block_bytes(groups: Sequence[LayerGroup], spec: ModelSpec, block_size: int) 
 
 
 def _plan_cache(
-    args: EngineArgs, spec: ModelSpec, groups: Sequence[LayerGroup]
+    args: EngineArgs, spec: ModelSpec, groups: Sequence[LayerGroup], knee: int = 1
 ) -> tuple[EngineConfig, Scheduler]:
     free = psutil.virtual_memory().available
     per_block = block_bytes(groups, spec, args.block_size)
-    config = args.settle(spec.max_model_len, per_block, free, len(groups))
+    config = args.settle(spec.max_model_len, per_block, free, len(groups), knee)
     capacity = Scheduler(config, groups).tables.capacity()
     config = fit_length(args, config, capacity)
     return config, Scheduler(config, groups)

@@ -18,6 +18,7 @@ from pagedattn.errors import NotSupported, UserError
 
 CPU_KV_SHARE = 0.4  # of the free memory, where no size is given
 LARGEST_AUTO_KV = 8 << 30  # bytes; more must be asked for
+WHOLE_PROMPTS = 512  # tokens of a step without chunks, where no budget is given
 
 
 def setting(
@@ -70,8 +71,10 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV blocks, whatever the memory (for tests)"
     )
-    max_num_batched_tokens: int = setting(
-        512, "token budget of one step; 512 take about a second on two cores"
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "token budget of one step; nothing: as many as this machine needs to compute "
+        "at nearly its full rate, measured at start, and at least max_num_seqs",
     )
     max_num_seqs: int = setting(128, "most sequences running at once")
     enable_chunked_prefill: bool = setting(
@@ -159,10 +162,15 @@ class EngineArgs:
             )
 
     def settle(
-        self, model_len: int, block_bytes: int, free_bytes: int, groups: int = 1
+        self,
+        model_len: int,
+        block_bytes: int,
+        free_bytes: int,
+        groups: int = 1,
+        knee: int = WHOLE_PROMPTS,
     ) -> EngineConfig:
-        """Settle what is "auto", given the model's length, the bytes of one block and
-        the number of layer groups.
+        """Settle what is "auto", given the model's length, the bytes of one block, the
+        number of layer groups, and the tokens from which a step runs at full rate.
 
         The number of blocks includes the null block. Whether `max_model_len` fits
         the pool depends on the layer groups and is settled by `fit_length`.
@@ -173,12 +181,13 @@ class EngineArgs:
                 f"{model_len} tokens this model was made for.",
                 "max_model_len",
             )
-        length = self._length(model_len)
+        budget = self._budget(knee)
+        length = self._length(model_len, budget)
         return EngineConfig(
             block_size=self.block_size,
             num_blocks=self._num_blocks(length * groups, block_bytes, free_bytes),
             max_model_len=length,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=budget,
             max_num_seqs=self.max_num_seqs,
             prefix_caching=self.enable_prefix_caching,
             chunked_prefill=self.enable_chunked_prefill,
@@ -188,10 +197,20 @@ class EngineArgs:
             max_logprobs=self.max_logprobs,
         )
 
-    def _length(self, model_len: int) -> int:
+    def _budget(self, knee: int) -> int:
+        """Tokens of a step. More than the knee would compute no faster, and every
+        stream would wait for them."""
+        # 16 streams on two cores: 99 % of the gaps under 280 ms with 128 tokens a step,
+        # under 620 ms with 512, at the same throughput.
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if not self.enable_chunked_prefill:
+            return max(WHOLE_PROMPTS, self.max_num_seqs)
+        return max(knee, self.max_num_seqs)
+
+    def _length(self, model_len: int, budget: int) -> int:
         """The context length; without chunks every prompt must fit into one step, and
         so must prompt and output together, when a preempted request resumes."""
-        budget = self.max_num_batched_tokens
         if self.enable_chunked_prefill or (self.max_model_len or model_len) <= budget:
             return self.max_model_len or model_len
         if self.max_model_len is None:

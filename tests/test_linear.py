@@ -114,3 +114,17 @@ def test_panels_are_offered_where_two_maps_may_meet(backend: str) -> None:
     assert (offered is not None) == (backend == "panels")
     assert Linear(weight.clone(), bias).panels is None
     assert Linear(weight[:48].clone()).panels is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "rows"),
+    [
+        ([10, 20, 30, 40, 50], 512),
+        ([80, 91, 95, 99, 100], 64),
+        ([100, 80, 80, 80, 80], 32),
+        ([10, 50, 90, 85, 100], 128),
+    ],
+)
+def test_the_knee_is_where_rates_level_off(rates: list[float], rows: int) -> None:
+    assert module.knee(rates) == rows
+    assert module.measured_knee() in module.ROWS

@@ -251,6 +251,22 @@ def test_without_chunks_a_context_fits_one_step():
         EngineArgs(max_model_len=101, **args).settle(512, 1, 10**6)
 
 
+@pytest.mark.parametrize(
+    ("given", "knee", "budget"),
+    [
+        ({}, 256, 256),
+        ({}, 64, 128),  # every running sequence fits into a step
+        ({"max_num_seqs": 8}, 64, 64),
+        ({"max_num_batched_tokens": 40}, 256, 40),
+        ({"enable_chunked_prefill": False}, 64, 512),
+        ({"enable_chunked_prefill": False, "max_num_seqs": 600}, 64, 600),
+    ],
+)
+def test_the_budget_is_the_knee(given: dict, knee: int, budget: int) -> None:
+    config = EngineArgs(**given).settle(4096, 1, 10**8, knee=knee)
+    assert config.max_num_batched_tokens == budget
+
+
 def test_without_chunks_preempted_requests_come_back(folder, llm):
     prompts = [f"{i} " * 8 for i in range(6)]
     want = [list(one(llm, p, GREEDY).token_ids) for p in prompts]

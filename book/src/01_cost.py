@@ -464,10 +464,10 @@ print(f"64 requests: at least {sum(work) / cores.flops:.0f} s of arithmetic")
 # are that matrix. To come near the bound, a program must read each weight once and in
 # order, and multiply eight numbers with every instruction. The order in the file suits
 # neither: one output's weights stand together, but a vector register wants the weights
-# of eight *outputs* for the same input. So `pack` turns the matrix into **panels** of 16
-# outputs when the model is loaded, and `linear` multiplies with panels. As in all of
-# this engine, a kernel is written twice: in plain torch in `kernels/spec.py`, which says
-# *what* is computed, and in numba in `kernels/cpu.py`, which computes it fast.
+# of eight *outputs* for the same input. So `pack` turns the matrix into **panels** of
+# 16 outputs when the model is loaded, and `linear` multiplies with panels. As in all of
+# this engine, a kernel is written twice: in plain torch in `kernels/spec.py`, which
+# says *what* is computed, and in numba in `kernels/cpu.py`, which computes it fast.
 
 # %%
 from pagedattn.kernels import cpu, spec

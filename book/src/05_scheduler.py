@@ -296,10 +296,12 @@ for budget in (64, 32, 16, 8, 4):
 # From 64 to 16 the streams wait a third as long, 16 tokens instead of 50, and six more
 # tokens are computed before the newcomer speaks. From 16 to 4 the newcomer pays: 19
 # steps, each of which reads all the weights. That is the trade, and the budget is its
-# knob (Agrawal et al., Sarathi-Serve, OSDI 2024). On the reference
-# machine a step of 2,048 tokens takes 3.7 seconds in which every stream stands still,
-# and budgets from 256 to 2,048 gave the same throughput within the noise
-# (`book/measured/LOG.md`, *Tokens in a step*). So the default on a CPU is 512.
+# knob (Agrawal et al., Sarathi-Serve, OSDI 2024). On two cores a step
+# of 2,048 tokens takes seconds in which every stream stands still, and budgets from 128
+# to 2,048 gave the same throughput within the noise (`book/measured/LOG.md`, *Tokens in
+# a step*). So by default the engine measures at start from how many rows on its
+# products run at 90 % of their best rate, and makes that the budget, 128 or so on such
+# a machine: a larger step would only make streams wait.
 #
 # Cutting costs a little more than more steps: each chunk's attention reads all keys and
 # values before it once more. And it needs nothing new in the code. The budget was

@@ -7,6 +7,7 @@ memory once its tensors are packed. Knows nothing of decoders. Chapter 17 places
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import re
@@ -60,11 +61,17 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 
 
 def read_header(path: str | Path) -> Header:
-    """Metadata and tensor directory.
+    """Metadata and tensor directory; not to be changed, for the last one is kept.
 
     Raises UserError for what is no GGUF file or is cut short, NotSupported for a file
     that is one part of several.
     """
+    stat = Path(path).stat()
+    return _read_header(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=1)  # a start asks four times; 49k strings take 0.15 s
+def _read_header(path: str | Path, changed: int, size: int) -> Header:
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"{path} is not a GGUF file", "model")

@@ -6,6 +6,8 @@ counts its work.
 """
 
 import functools
+import math
+import time
 from collections.abc import Sequence
 
 import torch
@@ -78,6 +80,30 @@ def _fuse_biases(
         return None
     pairs = zip(weights, biases, strict=True)
     return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+
+
+# From how many rows on a product is nearly as fast as it gets.
+ROWS = (32, 64, 128, 256, 512)
+NEARLY = 0.9
+
+
+def measured_knee() -> int:
+    """Rows that a step should have on this machine; takes about 50 ms."""
+    linear = Linear(torch.ones(1024, 1024))
+    inputs = [torch.ones(rows, 1024) for rows in ROWS]
+    seconds = [math.inf] * len(ROWS)
+    for _ in range(3):
+        for i, x in enumerate(inputs):
+            start = time.perf_counter()
+            linear(x)
+            seconds[i] = min(seconds[i], time.perf_counter() - start)
+    return knee([rows / s for rows, s in zip(ROWS, seconds, strict=True)])
+
+
+def knee(rates: Sequence[float]) -> int:
+    """The fewest of ROWS that reach NEARLY the best of the rates, one for each."""
+    best = max(rates)
+    return next(r for r, rate in zip(ROWS, rates, strict=True) if rate >= NEARLY * best)
 
 
 # Three layouts of a weight, and the product for each.
