@@ -3,6 +3,8 @@
 import json
 from itertools import count
 from pathlib import Path
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from pagedattn.model import linear
 from pagedattn.model.source import Source, resolve
 from pagedattn.serve.cli import main
 from pagedattn.testing import make_tiny_model
+from pagedattn.viz.figure import chart
 
 PREFIX = 48
 N = 12
@@ -155,6 +158,14 @@ def test_next_logits_are_those_of_the_schedule(found: Source) -> None:
     runner, groups = ladder.runner_for(model, [ask])
     logits = ladder.next_logits(runner, len(groups), ask.prompt)
     assert logits.dtype == torch.float32 and int(logits.argmax()) == tokens[0]
+
+
+def test_the_staircase_survives_a_data_uri(rows: dict[Rung, Row]) -> None:
+    values = {row.rung.adds: row.together for row in rows.values()}
+    figure = chart(ladder.staircase(values, "tokens a pass"), "text", "alt")
+    address = figure.html().split('src="data:image/svg+xml,')[1].removesuffix('">')
+    texts = [e.text or "" for e in ElementTree.fromstring(unquote(address)).iter()]
+    assert any("× 1.00" in text for text in texts)  # the last rungs change no count
 
 
 def test_ladder_from_the_command_line(

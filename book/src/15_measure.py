@@ -202,11 +202,11 @@ show(summary, timeline._spread, timeline._keeps)
 # ## Why means lie
 #
 # Look back at the row of 1.2 requests a second: TTFT has a mean of 743 ms, a median of
-# 496 and a p99 of 3,516. Half of the readers had at most two thirds of the mean, and one in
-# a hundred more than four times as much. Latencies are never spread evenly around their
-# mean, because a queue can only make things worse. And ITL: the mean gap is 94 ms and
-# p99 is 668. A stream of 200 tokens has 199 gaps, so its reader meets two such
-# gaps on average. The tail of ITL is everybody's experience.
+# 496 and a p99 of 3,516. Half of the readers had at most two thirds of the mean, and
+# one in a hundred had more than four times as much. Latencies are never spread evenly
+# around their mean, because a queue can only make things worse. And ITL: the mean gap
+# is 94 ms and p99 is 668. A stream of 200 tokens has 199 gaps, so its reader meets two
+# such gaps on average. The tail of ITL is everybody's experience.
 #
 # A high load hides in totals, too. Throughput only ever rises with the rate. The
 # requests that anybody was happy with do not:
@@ -233,8 +233,8 @@ chart(figure, text, "Answered requests level off at 1.39; goodput peaks and fall
 
 # %% [markdown]
 # The peak of the green curve is what this machine is worth to these readers: about one
-# request a second. At 2.0 it answers 1.38 a second, seven of eight too late. A benchmark
-# that reports the blue curve alone would call that its best run.
+# request a second. At 2.0 it answers 1.38 a second, seven of eight too late. A
+# benchmark that reports the blue curve alone would call that its best run.
 
 # %% [markdown]
 # ## Coordinated omission
@@ -313,9 +313,9 @@ for name, in_turns in (("first A, then B", False), ("in turns", True)):
 # %% [markdown]
 # The middle 80 % of the experiments are printed. One version after the other, they say
 # anything between half and one and a half, and a third of them find the slower version
-# faster. In turns, all 200 find the right one. So: **alternate, and quote the ratio**, not two numbers of seconds. Every figure
-# in `book/measured/LOG.md` that we trust was taken in that way, and it lists what did
-# not work, too.
+# faster. In turns, all 200 find the right one. So: **alternate, and quote the ratio**,
+# not two numbers of seconds. Every figure in `book/measured/LOG.md` that we trust was
+# taken in that way, and it lists what did not work, too.
 
 # %% [markdown]
 # ## The ladder
@@ -349,6 +349,19 @@ show(ladder._schedule)
 
 # %%
 show(ladder.model_for, ladder.plain_products)
+
+# %% [markdown]
+# What is packed? `pack` cuts a weight into panels of 16 outputs, whose weights stand
+# side by side for each input. `linear` multiplies panel by panel, so each weight is
+# read from memory once, from end to end. In the numba version `multiply_panel` does one
+# panel for all rows, with 16 sums in vector registers; panels are dealt out to threads.
+# (Where a processor's vectors are wider than the kernel's tiles, oneDNN packs instead.)
+
+# %%
+from pagedattn.kernels import cpu, spec
+
+show(spec.pack, spec.linear)
+show(cpu.pack, cpu.linear, cpu.multiply_panel)
 
 # %% [markdown]
 # A benchmark must first be right. `parted` compares every rung's tokens with those that
@@ -493,10 +506,11 @@ for name, n in at_once.items():
 
 # %% [markdown]
 # That the first line comes so near to the announcement's figure is luck: other models,
-# cards and baselines went into that. The shape is not. "Up to 24 times" is what filling the batch is worth against a server that does not
-# batch well, and "2 to 4 times" is what memory without holes is worth against one that
-# does. Neither is a property of the attention kernel, which the paper measured to be
-# 20 to 26 % slower than FasterTransformer's, for its scattered blocks.
+# cards and baselines went into that. The shape is not. "Up to 24 times" is what filling
+# the batch is worth against a server that does not batch well, and "2 to 4 times" is
+# what memory without holes is worth against one that does. Neither is a property of the
+# attention kernel, which the paper measured to be 20 to 26 % slower than
+# FasterTransformer's, for its scattered blocks.
 #
 # On the mixed workload of chapter 05, on two cores, the same shape: one by one takes
 # 5,843 passes, static batches of sixteen 744, this engine 447. In seconds, with
