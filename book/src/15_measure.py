@@ -344,8 +344,9 @@ show(ladder._schedule)
 # %% [markdown]
 # Rungs 1 to 7 compute in plain torch, with the kernels' specification and `F.linear`.
 # Rungs 8 and 9 change nothing about who computes what when. They put packed weights,
-# then the compiled kernels, under the same schedule. `plain_products` is the switch: it
-# replaces one function of `model/linear.py` while a model is loaded.
+# then the compiled kernels, under the same schedule. `model_for` loads the model for a
+# rung, and `plain_products` is the switch: it replaces one function of
+# `model/linear.py` while a model is loaded.
 
 # %%
 show(ladder.model_for, ladder.plain_products)

@@ -419,7 +419,10 @@ def staircase(values: Mapping[str, float], unit: str) -> Any:
     factors = ["", *(f"\n× {b / a:.2f}" for a, b in pairwise(heights))]
     for i, (height, factor) in enumerate(zip(heights, factors, strict=True)):
         axes.text(i + 0.5, height * 1.05, f"{height:.3g}{factor}", ha="center")
-    axes.set(yscale="log", ylim=(min(heights) / 2, 2.2 * max(heights)), ylabel=unit)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(lambda x, at: "")
+    axes.set(ylim=(min(heights) / 2, 2.2 * max(heights)), ylabel=unit)
     labels = [f"{i}\n{name.replace(' ', chr(10))}" for i, name in enumerate(names, 1)]
     axes.set_xticks([i + 0.5 for i in range(len(names))], labels)
     axes.spines[["top", "right"]].set_visible(False)

@@ -127,5 +127,5 @@ def chart(drawing: Any, text: str, alt: str) -> Figure:
         pyplot.close(drawing)
         svg = out.getvalue()
     # Named fonts stand in quotes, which would end an attribute within a data URI.
-    svg = re.sub(r"'[\w ]+', ", "", svg)
+    svg = re.sub(r'font-family: [^;"]*', "font-family: sans-serif", svg)
     return Figure(svg[svg.index("<svg") :], text, alt)
