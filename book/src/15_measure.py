@@ -141,7 +141,7 @@ print(HEAD)
 for clients in (1, 4, 16, 32):
     closed = summary(*serve([0.0] * 256, clients), (99,), GOALS)
     print(line_of(f"{clients} clients", closed))
-rates = (0.2, 0.5, 0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0)
+rates = (0.5, 0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 2.0)
 runs = {rate: summary(*serve(dues(rate)), (99,), GOALS) for rate in rates}
 for rate in (0.5, 1.0, 1.2, 1.4, 1.6, 2.0):
     print(line_of(f"{rate} /s", runs[rate]))
@@ -374,7 +374,7 @@ show(cpu.pack, cpu.linear, cpu.multiply_panel)
 show(ladder.parted)
 
 # %% [markdown]
-# Here is the ladder on a random model of eight layers, small enough for a notebook.
+# Here is the ladder on a random model of six layers, small enough for a notebook.
 # Counts first. They depend on the lengths alone, so the demo model has the same.
 
 # %%
@@ -385,7 +385,7 @@ from pagedattn.model.source import resolve
 from pagedattn.testing import make_tiny_model
 
 with tempfile.TemporaryDirectory() as folder:
-    model = make_tiny_model(Path(folder), layers=8, width=512)
+    model = make_tiny_model(Path(folder), layers=6, width=512)
     rungs = ladder.climb(resolve(str(model)))
 print(ladder.table(rungs))
 
@@ -430,7 +430,7 @@ chart(
 
 # %% [markdown]
 # Compare the two staircases. Where a step is high in one and low in the other, an idea
-# saved passes that were cheap, or made passes cheaper. A random model of 19 million
+# saved passes that were cheap, or made passes cheaper. A random model of 14 million
 # weights has passes that are bound by small operations rather than by memory, so
 # batching brings less here than the counts promise. And blocks (rung 5) bring little in
 # a pool this small: the 257 tokens that are computed twice cost about what ten passes
