@@ -190,11 +190,18 @@ TEMPLATE = (
 
 
 def make_tiny_model(
-    folder: Path, *, seed: int = 0, max_len: int = 512, eos: Sequence[int] = (257, 259)
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_len: int = 512,
+    eos: Sequence[int] = (257, 259),
+    layers: int = 2,
+    width: int = 32,
 ) -> Path:
-    """Write a seeded 2-layer Llama with spread logits and a byte-level tokenizer.
+    """Write a seeded Llama with spread logits and a byte-level tokenizer.
 
-    Ids 0 to 255 are bytes in GPT-2's alphabet order, then `SPECIALS`.
+    4 heads, 2 KV heads, an MLP of twice the width. Ids 0 to 255 are bytes in GPT-2's
+    alphabet order, then `SPECIALS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder)
@@ -203,12 +210,12 @@ def make_tiny_model(
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": width // 4,
         "hidden_act": "silu",
         "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-5,
@@ -220,35 +227,39 @@ def make_tiny_model(
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": list(eos), "bos_token_id": 256})
     )
-    save_file(_tiny_weights(vocabulary, seed), folder / "model.safetensors")
+    save_file(
+        _tiny_weights(vocabulary, seed, layers, width), folder / "model.safetensors"
+    )
     return folder
 
 
-def _tiny_weights(vocabulary: int, seed: int) -> dict[str, Tensor]:
+def _tiny_weights(
+    vocabulary: int, seed: int, layers: int, hidden: int
+) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
 
     def random(rows: int, width: int, gain: float = 1.0) -> Tensor:
         return torch.randn(rows, width, generator=draw) * gain / width**0.5
 
     weights = {
-        "model.embed_tokens.weight": random(vocabulary, 32, 6.0),
-        "model.norm.weight": torch.ones(32),
-        "lm_head.weight": random(vocabulary, 32, 3.0),
+        "model.embed_tokens.weight": random(vocabulary, hidden, 6.0),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": random(vocabulary, hidden, 3.0),
     }
-    for i in range(2):
+    for i in range(layers):
         layer = f"model.layers.{i}."
         for name, rows, width in (
-            ("self_attn.q_proj", 32, 32),
-            ("self_attn.k_proj", 16, 32),
-            ("self_attn.v_proj", 16, 32),
-            ("self_attn.o_proj", 32, 32),
-            ("mlp.gate_proj", 64, 32),
-            ("mlp.up_proj", 64, 32),
-            ("mlp.down_proj", 32, 64),
+            ("self_attn.q_proj", hidden, hidden),
+            ("self_attn.k_proj", hidden // 2, hidden),
+            ("self_attn.v_proj", hidden // 2, hidden),
+            ("self_attn.o_proj", hidden, hidden),
+            ("mlp.gate_proj", 2 * hidden, hidden),
+            ("mlp.up_proj", 2 * hidden, hidden),
+            ("mlp.down_proj", hidden, 2 * hidden),
         ):
             weights[f"{layer}{name}.weight"] = random(rows, width, 2.0)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{layer}{name}.weight"] = torch.ones(32)
+            weights[f"{layer}{name}.weight"] = torch.ones(hidden)
     return weights
 
 

@@ -56,6 +56,7 @@
 # | [06 Paged attention](06_attention.ipynb) | how are scattered blocks read? |
 # | [08 Sampling](08_sampling.ipynb) | how do scores become a token? |
 # | [09 Engine and server](09_engine.ipynb) | how do clients share one loop? |
+# | [15 Measure](15_measure.ipynb) | how fast is it, and how do you know? |
 # | [17 Reading vLLM](17_vllm.ipynb) | where is all this in vLLM? |
 #
 # In this order each chapter needs only those before it. 02 and 08 can be read at any

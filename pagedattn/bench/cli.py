@@ -1,7 +1,7 @@
-"""`pagedattn bench throughput | latency | serve | ceilings`, under vLLM's flag names.
+"""`pagedattn bench throughput | latency | serve | ceilings | ladder`.
 
-Knows flags and what a run needs; the work is in `offline`, `online`, `profile` and
-`ceilings`.
+Knows flags, under vLLM's names where vLLM has them, and what a run needs; the work is
+in `offline`, `online`, `profile`, `ceilings` and `ladder`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def add_bench(commands: Any) -> None:
     latency.set_defaults(enable_prefix_caching=False)
     _add_serve(_command(kinds, "serve", _serve, "a running server, over HTTP"))
     _command(kinds, "ceilings", _ceilings, "what this machine can do at most")
+    _add_ladder(_command(kinds, "ladder", _ladder, "what each idea is worth here"))
 
 
 def _command(
@@ -136,6 +137,17 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-detailed", action="store_true")
     parser.add_argument("--result-dir", type=Path, default=Path())
     parser.add_argument("--result-filename")
+
+
+def _add_ladder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder, hub id or .gguf; default: the demo's")
+    parser.add_argument("--num-prompts", type=int, default=12)
+    parser.add_argument(
+        "--prefix-len", type=int, default=48, help="tokens that all prompts begin with"
+    )
+    parser.add_argument("--output-json", type=Path, help="write the rows here")
+    parser.add_argument("--plot", type=Path, help="draw the staircase into this PNG")
+    parser.add_argument("--disable-tqdm", action="store_true")
 
 
 # The commands.
@@ -238,6 +250,22 @@ def _ceilings(args: argparse.Namespace) -> int:
 
     use_threads(None)
     print(measure().lines())
+    return 0
+
+
+def _ladder(args: argparse.Namespace) -> int:
+    from pagedattn.assembly import use_threads
+    from pagedattn.bench import ladder
+    from pagedattn.model import source
+
+    use_threads(None)
+    found, progress = source.resolve(args.model), not args.disable_tqdm
+    rows = ladder.climb(found, args.num_prompts, args.prefix_len, progress)
+    print(ladder.table(rows), ladder.timing(rows), sep="\n\n")
+    if args.output_json:
+        ladder.save_rows(rows, args.output_json)
+    if args.plot:
+        ladder.draw(rows, args.plot)
     return 0
 
 

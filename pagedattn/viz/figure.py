@@ -8,6 +8,7 @@ Used from chapter 00 on.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
@@ -125,4 +126,6 @@ def chart(drawing: Any, text: str, alt: str) -> Figure:
         drawing.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
         pyplot.close(drawing)
         svg = out.getvalue()
+    # Named fonts stand in quotes, which would end an attribute within a data URI.
+    svg = re.sub(r'font-family: [^;"]*', "font-family: sans-serif", svg)
     return Figure(svg[svg.index("<svg") :], text, alt)
