@@ -554,14 +554,15 @@ from pagedattn.bench.workloads import random_prompts
 show(Profile.rows)
 
 # %%
-engine = LLM(max_model_len=256, enable_prefix_caching=False).llm_engine
+limits = {"max_model_len": 256, "max_num_batched_tokens": 512}
+engine = LLM(**limits, enable_prefix_caching=False).llm_engine
 batch = [Sample(tuple(p), 8) for p in random_prompts([32] * 8, 49152)]
 offline.run(engine, batch[:1], progress=False)  # warm up
 profile = Profile()
 with profile.attached(engine):
     offline.run(engine, batch, progress=False)
 parts = profile.rows()
-for name in ("step", "linear 576 x 3072", "linear 576 x 49152", "decode_attention"):
+for name in ("step", "linear 1536 x 576", "linear 576 x 49152", "decode_attention"):
     row = parts[name]
     print(f"{name:19} {row.calls:4} calls {row.flops / 1e9:6.2f} GFLOP", end=" ")
     print(f"{row.bytes / 1e6:8,.1f} MB")
