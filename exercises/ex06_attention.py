@@ -17,7 +17,7 @@
 # The idea is in book/06_attention.ipynb.
 # One solution is kernels/spec.py itself.
 #
-# Made from kernels/spec.py by exercises/tools.py. Untouched: 8cf9d75e5688
+# Made from kernels/spec.py by exercises/tools.py. Untouched: fff824f6eb9d
 
 """What every kernel computes, in a few lines of plain torch: the oracle.
 
@@ -37,6 +37,8 @@ Outputs are written in place. Last dimensions are contiguous; the rows of `q`, `
 import torch
 from torch import Tensor
 
+COLUMNS = 16  # outputs in a panel of weights
+
 
 def empty_kv(
     num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
@@ -44,6 +46,24 @@ def empty_kv(
     """One layer's (k_cache, v_cache), uninitialised: untouched pages take no memory."""
     shape = (num_blocks, kv_heads, block_size, head_dim)
     return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """panels[p, k, j] = weight[16 p + j, k], zero past the last row: [N / 16, K, 16].
+
+    16 outputs' weights stand side by side for each input, so that a product reads a
+    panel from end to end, once, and holds 16 sums in vector registers.
+    """
+    n, k = weight.shape
+    if n % COLUMNS:
+        weight = torch.cat((weight, weight.new_zeros(-n % COLUMNS, k)))
+    return weight.view(-1, COLUMNS, k).transpose(1, 2).contiguous()
+
+
+def linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
+    """out = x weight.T for panels = pack(weight): x [rows, K], out [rows, N]."""
+    weight = panels.transpose(1, 2).reshape(-1, x.shape[1])[: out.shape[1]]
+    out.copy_(x @ weight.T)
 
 
 def write_kv(

@@ -423,7 +423,8 @@ class Scheduler:
             self.running.remove(request)
             self._drops.append(request.id)
         else:
-            del self.waiting[bisect_left(self.waiting, self._key(request), key=self._key)]
+            place = bisect_left(self.waiting, self._key(request), key=self._key)
+            del self.waiting[place]
         self._emit("finish", request.id)
 
     def reset_prefix_cache(self) -> bool:

@@ -45,6 +45,7 @@ def add_bench(commands: Any) -> None:
     latency.set_defaults(enable_prefix_caching=False)
     _add_serve(_command(kinds, "serve", _serve, "a running server, over HTTP"))
     _command(kinds, "ceilings", _ceilings, "what this machine can do at most")
+    _command(kinds, "growth", _growth, "a step's overhead while more stands around it")
 
 
 def _command(
@@ -238,6 +239,13 @@ def _ceilings(args: argparse.Namespace) -> int:
 
     use_threads(None)
     print(measure().lines())
+    return 0
+
+
+def _growth(args: argparse.Namespace) -> int:
+    from pagedattn.bench.growth import table
+
+    print(table())
     return 0
 
 

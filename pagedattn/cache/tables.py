@@ -164,7 +164,7 @@ class Tables:
             yield self.pool.null if i < first else block
 
     def hashes(self, request: Request, n: int, first: int = 0) -> list[bytes]:
-        """The hashes of the request's blocks `first` to `n` − 1, all of known tokens."""
+        """Hashes of the request's blocks `first` to `n` − 1, whose tokens are known."""
         size, tokens, known = self.block_size, request.tokens, request.hashes
         for i in range(len(known), n):
             extra = request.extra_keys + (request.first_block_keys if i == 0 else ())
