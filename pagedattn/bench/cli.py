@@ -46,6 +46,7 @@ def add_bench(commands: Any) -> None:
     _add_serve(_command(kinds, "serve", _serve, "a running server, over HTTP"))
     _command(kinds, "ceilings", _ceilings, "what this machine can do at most")
     _command(kinds, "growth", _growth, "a step's overhead while more stands around it")
+    _add_compare(_command(kinds, "compare", _compare, "engines side by side, a table"))
 
 
 def _command(
@@ -239,6 +240,20 @@ def _ceilings(args: argparse.Namespace) -> int:
 
     use_threads(None)
     print(measure().lines())
+    return 0
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    engines = "pagedattn openvino vllm llama.cpp transformers".split()
+    parser.add_argument("--engines", nargs="+", default=engines, help="or -1 by one")
+    parser.add_argument("--works", nargs="+", default=["W1", "W2", "W3", "W4"])
+    parser.add_argument("--runs", type=int, default=2, help="of every engine, in turns")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from pagedattn.bench.compare import compare
+
+    print(compare(args.engines, args.works, args.runs))
     return 0
 
 
