@@ -145,6 +145,8 @@ build/peers/.env-%: | $(BIN)/python
 	$(PYTHON) -m venv build/peers/$*
 	@$(if $(filter transformers convert,$*),$(call cpu_torch,$(call PEER_INSTALL,$*)))
 	$(call PEER_INSTALL,$*) $(PEER_PACKAGES_$*)
+	@# optimum brings a torchvision made for another torch, and needs none.
+	$(if $(filter convert,$*),build/peers/$*/bin/python -m pip uninstall -q -y torchvision)
 	@touch $@
 
 build/peers/.transformers build/peers/.vllm build/peers/.llama-cpp: build/peers/.%: build/peers/.env-% build/peers/.model

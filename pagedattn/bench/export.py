@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
+from safetensors.torch import save_file
 
 FLOAT32 = 0  # GGUF's number for a file of float32 tensors
 EOS = 2
+TIED = "lm_head.weight"  # the demo model's head is its embedding
 
 
 def write_gguf(source: Path, target: Path) -> None:
@@ -47,11 +49,13 @@ def write_folder(source: Path, target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, dtype=torch.float32, **file
     )
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=EOS)
-    model.save_pretrained(target)
+    del model.config.quantization_config  # no longer true
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(target)
+    GenerationConfig(eos_token_id=EOS, pad_token_id=EOS).save_pretrained(target)
     tokenizer.save_pretrained(target)
+    weights = {n: w.contiguous() for n, w in model.state_dict().items() if n != TIED}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def main() -> None:
