@@ -34,7 +34,7 @@ pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
 .PHONY: exercise exercises hint reset
 
 help:  ## List the targets and the variables they read
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  make serve MODEL=folder|hub-id|file.gguf PORT=8000 SERVE_ARGS="--max-num-seqs 64"'
 	@echo '  make test PROFILE=long WORKERS=4 TEST_ARGS="-k scheduler"'
