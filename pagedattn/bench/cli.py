@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -253,6 +254,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 def _compare(args: argparse.Namespace) -> int:
     from pagedattn.bench.compare import compare
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs ends with us
     print(compare(args.engines, args.works, args.runs))
     return 0
 
