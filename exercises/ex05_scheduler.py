@@ -22,7 +22,7 @@
 # The idea is in book/05_scheduler.ipynb.
 # One solution is pagedattn/scheduler.py itself.
 #
-# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 819fc502b035
+# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 908a40110e0d
 
 """Which tokens to compute next, and what to do with what was sampled.
 
@@ -34,7 +34,7 @@ nothing of tensors, text or clocks. Built in chapter 05.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +157,7 @@ class Scheduler:
         self.tables = Tables(
             self.pool, index, groups, config.block_size, config.max_num_batched_tokens
         )
-        self.waiting: list[Request] = []
+        self.waiting: deque[Request] = deque()  # both ends O(1), however long
         self.running: list[Request] = []
         self.preemptions = 0
         self._key = _ORDERS[config.policy]
@@ -386,7 +386,8 @@ class Scheduler:
             self.running.remove(request)
             self._drops.append(request.id)
         else:
-            self.waiting.remove(request)
+            place = bisect_left(self.waiting, self._key(request), key=self._key)
+            del self.waiting[place]
         self._emit("finish", request.id)
 
     def reset_prefix_cache(self) -> bool:
@@ -399,7 +400,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
-        assert sorted(self.waiting, key=self._key) == self.waiting
+        assert sorted(self.waiting, key=self._key) == list(self.waiting)
         assert sorted(self.running, key=self._key) == self.running
         assert len(self.running) <= self.config.max_num_seqs
         live = {id(r) for r in self._requests.values()}

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from pagedattn.cache.tables import LayerGroup
-from pagedattn.model.batch import Batch, LayerCache, decodes_first, make_batch
+from pagedattn.model.batch import (
+    Batch,
+    LayerCache,
+    TableRows,
+    decodes_first,
+    make_batch,
+)
 from pagedattn.sampling.logprobs import prompt_logprobs
 from pagedattn.sampling.sampler import Sample, sample
 from pagedattn.sampling.state import SampleState
@@ -63,6 +69,7 @@ class Runner:
         self.block_size = block_size
         self.caches = layer_caches(groups, new_cache)
         self._states: dict[str, SampleState] = {}
+        self._rows = TableRows()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Result]:
@@ -74,7 +81,8 @@ class Runner:
         self._follow(plan)
         order = decodes_first(plan.items)
         items = [plan.items[i] for i in order]
-        batch = make_batch(items, [self._known(i) for i in items], self.block_size)
+        known = [self._known(item) for item in items]
+        batch = make_batch(items, known, self.block_size, self._rows)
         hidden = self.model.forward(batch, self.caches)
         samples = self._sample(items, hidden[batch.rows])
         results: list[Result] = [Result()] * len(items)
@@ -87,6 +95,7 @@ class Runner:
     def _follow(self, plan: Plan) -> None:
         for request_id in plan.drops:
             self._states.pop(request_id, None)
+            self._rows.forget(request_id)
         for start in plan.starts:
             self._states[start.request_id] = self._state(start)
 

@@ -8,7 +8,7 @@ nothing of tensors, text or clocks. Built in chapter 05.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +131,7 @@ class Scheduler:
         self.tables = Tables(
             self.pool, index, groups, config.block_size, config.max_num_batched_tokens
         )
-        self.waiting: list[Request] = []
+        self.waiting: deque[Request] = deque()  # both ends O(1), however long
         self.running: list[Request] = []
         self.preemptions = 0
         self._key = _ORDERS[config.policy]
@@ -423,7 +423,8 @@ class Scheduler:
             self.running.remove(request)
             self._drops.append(request.id)
         else:
-            self.waiting.remove(request)
+            place = bisect_left(self.waiting, self._key(request), key=self._key)
+            del self.waiting[place]
         self._emit("finish", request.id)
 
     def reset_prefix_cache(self) -> bool:
@@ -436,7 +437,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
-        assert sorted(self.waiting, key=self._key) == self.waiting
+        assert sorted(self.waiting, key=self._key) == list(self.waiting)
         assert sorted(self.running, key=self._key) == self.running
         assert len(self.running) <= self.config.max_num_seqs
         live = {id(r) for r in self._requests.values()}

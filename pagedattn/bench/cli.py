@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -46,6 +47,8 @@ def add_bench(commands: Any) -> None:
     _add_serve(_command(kinds, "serve", _serve, "a running server, over HTTP"))
     _command(kinds, "ceilings", _ceilings, "what this machine can do at most")
     _add_ladder(_command(kinds, "ladder", _ladder, "what each idea is worth here"))
+    _command(kinds, "growth", _growth, "a step's overhead while more stands around it")
+    _add_compare(_command(kinds, "compare", _compare, "engines side by side, a table"))
 
 
 def _command(
@@ -266,6 +269,28 @@ def _ladder(args: argparse.Namespace) -> int:
         ladder.save_rows(rows, args.output_json)
     if args.plot:
         ladder.draw(rows, args.plot)
+    return 0
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    engines = "pagedattn openvino vllm llama.cpp transformers".split()
+    parser.add_argument("--engines", nargs="+", default=engines, help="or -1 by one")
+    parser.add_argument("--works", nargs="+", default=["W1", "W2", "W3", "W4"])
+    parser.add_argument("--runs", type=int, default=2, help="of every engine, in turns")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from pagedattn.bench.compare import compare
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs ends with us
+    print(compare(args.engines, args.works, args.runs))
+    return 0
+
+
+def _growth(args: argparse.Namespace) -> int:
+    from pagedattn.bench.growth import table
+
+    print(table())
     return 0
 
 

@@ -60,6 +60,14 @@ def measure(
     return waste
 
 
+def mixed(block_size: int, reserve: int) -> Waste:
+    """Run the mixed workload with room for all, each of at most `reserve` tokens."""
+    lengths = mixed_lengths()
+    slots = len(lengths) * (reserve + block_size)
+    config = EngineConfig(block_size=block_size, num_blocks=slots // block_size + 1)
+    return measure(lengths, config, reserve)
+
+
 def main() -> None:
     """Print the shares of wasted slots for the mixed workload."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -68,13 +76,8 @@ def main() -> None:
         "--max-model-len", type=int, default=2048, help="what a reservation holds"
     )
     args = parser.parse_args()
-    lengths = mixed_lengths()
-    slots = 64 * (args.max_model_len + args.block_size)
-    config = EngineConfig(
-        block_size=args.block_size, num_blocks=slots // args.block_size + 1
-    )
-    waste = measure(lengths, config, args.max_model_len)
-    print(f"{len(lengths)} requests, {waste.most_running} at once")
+    waste = mixed(args.block_size, args.max_model_len)
+    print(f"{len(mixed_lengths())} requests, {waste.most_running} at once")
     print(
         f"paged, blocks of {args.block_size}:     {waste.paged_share:6.1%} "
         "of the allocated slots hold nothing"

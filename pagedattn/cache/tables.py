@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from pagedattn.cache.blocks import Block, BlockPool
 from pagedattn.cache.prefix import ROOT, PrefixIndex, block_hash
@@ -119,9 +119,13 @@ class Tables:
         last window − 1 tokens before the first token to compute.
         """
         hashes = self.hashes(request, (len(request.tokens) - 1) // self.block_size)
-        found = [
-            [self.index.get(h, g) for h in hashes] for g in range(len(self.groups))
-        ]
+        found = []
+        for g, group in enumerate(self.groups):
+            row = (self.index.get(h, g) for h in hashes)
+            if not group.window:  # a gap ends the prefix of every group
+                row = takewhile(lambda block: block is not None, row)
+            found.append(list(row))
+            hashes = hashes[: len(found[g])]
         n = self._agreed(found, len(hashes))
         blocks = tuple(
             tuple(self._needed(group, row[:n]))
@@ -159,14 +163,14 @@ class Tables:
         for i, block in enumerate(blocks):
             yield self.pool.null if i < first else block
 
-    def hashes(self, request: Request, n: int) -> list[bytes]:
-        """The hashes of the request's first `n` blocks, all of known tokens."""
+    def hashes(self, request: Request, n: int, first: int = 0) -> list[bytes]:
+        """Hashes of the request's blocks `first` to `n` − 1, whose tokens are known."""
         size, tokens, known = self.block_size, request.tokens, request.hashes
         for i in range(len(known), n):
             extra = request.extra_keys + (request.first_block_keys if i == 0 else ())
             parent = known[-1] if known else ROOT
             known.append(block_hash(parent, tokens[i * size : (i + 1) * size], extra))
-        return known[:n]
+        return known[first:n]
 
     # Growth: hits and new blocks in one act, or nothing.
     def admit(self, request: Request, hits: Hits, upto: int, reserve: int) -> bool:
@@ -174,7 +178,7 @@ class Tables:
         nothing, unless the pool could now hold `reserve` tokens of it."""
         row = _Row(
             [list(blocks) for blocks in hits.blocks],
-            [() for _ in self.groups],
+            [tuple(block.id for block in blocks) for blocks in hits.blocks],
             [_leading_nulls(blocks, self.pool.null) for blocks in hits.blocks],
         )
         held = [block for table in row.tables for block in table]
@@ -202,8 +206,9 @@ class Tables:
         fresh = iter(new)
         for g, n in enumerate(missing):
             if n:
-                row.tables[g] += islice(fresh, n)
-                row.ids[g] = tuple(block.id for block in row.tables[g])
+                mine = list(islice(fresh, n))
+                row.tables[g] += mine
+                row.ids[g] += tuple(block.id for block in mine)
         return True
 
     def index_computed(self, request: Request) -> list[Block]:
@@ -212,11 +217,10 @@ class Tables:
         full = min(request.computed, len(request.tokens)) // self.block_size
         if full <= row.indexed:
             return new
-        hashes = self.hashes(request, full)
+        hashes = self.hashes(request, full, row.indexed)
         for g, table in enumerate(row.tables):
-            for i in range(row.indexed, full):
-                block = table[i]
-                if block is not self.pool.null and self.index.put(hashes[i], g, block):
+            for hash, block in zip(hashes, table[row.indexed : full], strict=True):
+                if block is not self.pool.null and self.index.put(hash, g, block):
                     new.append(block)
         row.indexed = full
         return new
@@ -240,7 +244,7 @@ class Tables:
         self.pool.give_back(reversed(table[first:behind]))
         table[first:behind] = [self.pool.null] * (behind - first)
         row.trimmed[g] = behind
-        row.ids[g] = tuple(block.id for block in table)
+        row.ids[g] = (self.pool.null.id,) * behind + row.ids[g][behind:]
 
     def release(self, request: Request) -> None:
         """Give back every block of the request, tail first; its row is gone."""
