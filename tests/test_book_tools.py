@@ -20,10 +20,9 @@ from pagedattn.scheduler import Scheduler
 BOOK = Path(__file__).parents[1] / "book"
 sys.path[:0] = [str(BOOK), str(BOOK / "site")]
 
+import build  # noqa: E402
 import pages  # noqa: E402
 import weave  # noqa: E402
-
-import build  # noqa: E402
 
 
 # Listings: the source as it stands, or an error.

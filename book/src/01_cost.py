@@ -489,8 +489,9 @@ show(cpu.pack, cpu.linear, cpu.multiply_panel)
 
 # %% [markdown]
 # On two cores of the kind in our table it streams weights at 24 to 34 GB/s for one row
-# and reaches 145 to 176 GFLOP/s from 64 rows on; oneDNN, Intel's library that torch
-# brings, was 1.06 to 1.95 times as slow in the same run (`book/measured/LOG.md`).
+# (that day, memory gave more than the table's 22) and reaches 143 to 176 GFLOP/s from
+# 64 rows on; oneDNN, the library that torch brings, took 1.06 to 1.95 times as long in
+# the same run (`book/measured/LOG.md`).
 #
 # ## What else a forward pass does
 #
