@@ -116,7 +116,9 @@ def test_products_and_kernels_are_what_the_rung_says(found: Source) -> None:
         ladder.model_for(rung, found, 64)
         for rung in (Rung.NAIVE, Rung.PACKED, Rung.FUSED)
     )
-    assert plain.kernels is packed.kernels is spec and fused.kernels is cpu
+    assert plain.kernels is spec and fused.kernels is cpu
+    assert packed.kernels.silu_linear is cpu.silu_linear
+    assert packed.kernels.add_rms_norm is spec.add_rms_norm
     by_torch = linear._BACKENDS["F.linear"][1]
     ours = linear._BACKENDS[linear.linear_backend()][1]
     assert plain.head.multiply is by_torch

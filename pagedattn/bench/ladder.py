@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -310,13 +311,17 @@ def climb(
     return rows
 
 
+# Kernels that read packed weights; all others of that rung are the specification's.
+PACKED = {name: getattr(cpu, name) for name in ("silu_linear", "gelu_tanh_linear")}
+
+
 def model_for(rung: Rung, found: Source, max_model_len: int) -> Decoder:
     """The model with the rung's products and kernels."""
-    kernels = cpu if rung >= Rung.FUSED else spec
-    if rung >= Rung.PACKED:
-        return loader.load(found, kernels, max_model_len)
-    with plain_products():
-        return loader.load(found, kernels, max_model_len)
+    if rung < Rung.PACKED:
+        with plain_products():
+            return loader.load(found, spec, max_model_len)
+    kernels = cpu if rung > Rung.PACKED else SimpleNamespace(**vars(spec) | PACKED)
+    return loader.load(found, kernels, max_model_len)
 
 
 @contextmanager
