@@ -438,9 +438,10 @@ roofline_calculator()
 # ## Is it true?
 #
 # A bound is worth something if real engines come near it. This engine, measured on two
-# CPU cores with the demo model (`book/measured/LOG.md`): one stream of 128 tokens in
-# and 128 out decodes 25.5 to 30.3 tokens a second; 64 requests at once, of 9,467 prompt
-# and 5,843 output tokens, take 39 seconds. The bounds for both:
+# CPU cores of the table's kind with the demo model on 2026-11-29, when oneDNN still
+# multiplied (`book/measured/LOG.md`): one stream of 128 tokens in and 128 out decodes
+# 25.5 to 30.3 tokens a second; 64 requests at once, of 9,467 prompt and 5,843 output
+# tokens, take 39 seconds. The bounds for both:
 
 # %%
 from pagedattn.bench.workloads import mixed_lengths

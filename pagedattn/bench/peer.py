@@ -97,11 +97,15 @@ class Transformers:
 
     def batch(self, requests: list[Wanted]) -> list[int]:
         """As `Engine`: a batch runs until its longest has ended."""
-        line = sorted(requests, key=lambda r: r["max_tokens"])
-        for i in range(0, len(line), self.rows):
-            some = line[i : i + self.rows]
-            self._generate([r["prompt"] for r in some], some[-1]["max_tokens"])
-        return [r["max_tokens"] for r in requests]
+        order = sorted(range(len(requests)), key=lambda i: requests[i]["max_tokens"])
+        got = [0] * len(requests)
+        for i in range(0, len(order), self.rows):
+            some = [requests[j] for j in order[i : i + self.rows]]
+            most = some[-1]["max_tokens"]
+            made = self._generate([r["prompt"] for r in some], most)
+            for j in order[i : i + self.rows]:
+                got[j] = min(made, requests[j]["max_tokens"])
+        return got
 
     def stream(self, prompt: list[int], n: int) -> Iterator[object]:
         """As `Engine`; the arrivals are noted first and told afterwards."""
@@ -120,12 +124,13 @@ class Transformers:
         self._generate([prompt], n, Clock())
         yield from arrivals[1:]
 
-    def _generate(self, prompts: list[list[int]], n: int, streamer: Any = None) -> None:
+    def _generate(self, prompts: list[list[int]], n: int, streamer: Any = None) -> int:
+        """Generate `n` tokens for each prompt; how many it made."""
         torch, width = self.torch, max(map(len, prompts))
         padded = [[0] * (width - len(p)) + p for p in prompts]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
         with torch.inference_mode():
-            self.model.generate(
+            made = self.model.generate(
                 input_ids=torch.tensor(padded),
                 attention_mask=torch.tensor(mask),
                 max_new_tokens=n,
@@ -133,6 +138,7 @@ class Transformers:
                 pad_token_id=0,
                 streamer=streamer,
             )
+        return made.shape[1] - width
 
 
 class OpenVino:

@@ -27,7 +27,7 @@ def linear_backend() -> str:
     """How this process multiplies dense float32 weights.
 
     "panels", our kernel, where the processor's vectors are as wide as its tiles: there
-    it is 1.05 to 1.7 times as fast as oneDNN (book/measured/LOG.md). "oneDNN" where
+    oneDNN took 1.06 to 1.95 times as long (book/measured/LOG.md). "oneDNN" where
     torch has it and vectors may be wider; else "F.linear", torch's plain product.
     """
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
