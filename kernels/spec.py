@@ -28,6 +28,11 @@ def empty_kv(
     return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
 
 
+def native(x: Tensor) -> Tensor:
+    """What these kernels take without converting it, over the memory of x: x itself."""
+    return x
+
+
 def pack(weight: Tensor) -> Tensor:
     """panels[p, k, j] = weight[16 p + j, k], zero past the last row: [N / 16, K, 16].
 

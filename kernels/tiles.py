@@ -24,7 +24,7 @@ ROWS = 6
 TOKENS = 4  # a dot tile is up to 3 x 4: 12 sums again
 HEADS = 3
 
-WORD = ir.IntType(32)
+WORD, INT64 = ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 INDEX = types.int64
 Array = np.ndarray
@@ -92,50 +92,84 @@ def prefetch(typingctx: Any, array: Any, place: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (data,) = _data(context, builder, signature, args, (0,))
-        byte, word = ir.IntType(8).as_pointer(), WORD
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(
-            builder.module, kind, "llvm.prefetch.p0i8"
-        )
-        line = builder.bitcast(builder.gep(data, [args[1]]), byte)
-        builder.call(function, [line, word(0), word(3), word(1)])
+        _prefetch(builder, builder.gep(data, [args[1]]))
         return context.get_dummy_value()
 
     return types.void(array, INDEX), codegen
+
+
+def _prefetch(builder: Any, place: Any) -> None:
+    byte, word = ir.IntType(8).as_pointer(), WORD
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = cgutils.get_or_insert_function(
+        builder.module, kind, "llvm.prefetch.p0i8"
+    )
+    line = builder.bitcast(place, byte)
+    builder.call(function, [line, word(0), word(3), word(1)])
 
 
 def _product_tile(rows: int, columns: int) -> Callable[..., None]:
     """c[i, j] (+)= sum over k of a[i, k] * b[k, j] for `rows` x `columns` places."""
 
     def emit(builder: Any, args: Any) -> None:
-        a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep = args
-        places = [
-            _vector_at(builder, c, c0, ldc, i, j)
-            for i in range(rows)
-            for j in range(0, columns, LANES)
-        ]
-        sums = [_sum_from(builder, place, keep) for place in places]
-        with cgutils.for_range(builder, depth) as loop:
-            start = builder.add(b0, builder.mul(ldb, loop.index))
-
-            @functools.cache
-            def value(i: int) -> Any:
-                row = builder.add(a0, builder.mul(lda, lda.type(i)))
-                place = builder.gep(a, [builder.add(row, loop.index)])
-                return _spread(builder, builder.load(place))
-
-            @functools.cache
-            def column(j: int) -> Any:
-                place = _vector_at(builder, b, start, ldb, 0, j * LANES)
-                return builder.load(place, align=4)
-
-            for i, j in _shorter_side_held(rows, columns // LANES):
-                total = sums[i * columns // LANES + j]
-                _multiply_add(builder, value(i), column(j), total)
-        for place, total in zip(places, sums, strict=True):
-            builder.store(builder.load(total), place, align=4)
+        *operands, keep = args
+        _emit_product(builder, operands, rows, columns, keep)
 
     return _tile(f"product_tile_{rows}x{columns}", emit)
+
+
+def _stream_tile(rows: int) -> Callable[..., None]:
+    """A product tile that keeps nothing, and meanwhile fetches what comes after it:
+    with each k the line of b's memory at `ahead` + k * `step`."""
+
+    def emit(builder: Any, args: Any) -> None:
+        *operands, ahead, step = args
+
+        def ask(k: Any) -> None:
+            place = builder.add(ahead, builder.mul(step, k))
+            _prefetch(builder, builder.gep(operands[3], [place]))
+
+        _emit_product(builder, operands, rows, COLUMNS, INT64(0), ask)
+
+    return _tile(f"stream_tile_{rows}", emit, 2)
+
+
+def _emit_product(
+    builder: Any,
+    operands: Any,
+    rows: int,
+    columns: int,
+    keep: Any,
+    ask: Callable[[Any], None] = lambda k: None,
+) -> None:
+    """The sums of a tile, from zero or from what is kept; `ask(k)` joins each turn."""
+    a, a0, lda, b, b0, ldb, c, c0, ldc, depth = operands
+    places = [
+        _vector_at(builder, c, c0, ldc, i, j)
+        for i in range(rows)
+        for j in range(0, columns, LANES)
+    ]
+    sums = [_sum_from(builder, place, keep) for place in places]
+    with cgutils.for_range(builder, depth) as loop:
+        start = builder.add(b0, builder.mul(ldb, loop.index))
+        ask(loop.index)
+
+        @functools.cache
+        def value(i: int) -> Any:
+            row = builder.add(a0, builder.mul(lda, lda.type(i)))
+            place = builder.gep(a, [builder.add(row, loop.index)])
+            return _spread(builder, builder.load(place))
+
+        @functools.cache
+        def column(j: int) -> Any:
+            place = _vector_at(builder, b, start, ldb, 0, j * LANES)
+            return builder.load(place, align=4)
+
+        for i, j in _shorter_side_held(rows, columns // LANES):
+            total = sums[i * columns // LANES + j]
+            _multiply_add(builder, value(i), column(j), total)
+    for place, total in zip(places, sums, strict=True):
+        builder.store(builder.load(total), place, align=4)
 
 
 def _shorter_side_held(rows: int, columns: int) -> list[tuple[int, int]]:
@@ -187,27 +221,33 @@ def _dot_tile(rows: int) -> Callable[..., None]:
     return _tile(f"dot_tile_{rows}", emit)
 
 
-def _tile(name: str, emit: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """An intrinsic for `emit`: three operands, each an array, a place and a stride."""
+def _tile(
+    name: str, emit: Callable[[Any, Any], None], extra: int = 1
+) -> Callable[..., None]:
+    """An intrinsic for `emit`: three operands, each an array, a place and a stride,
+    then the depth and one or two numbers more."""
     codegen = _function(name, emit)
+    n = INDEX
 
-    @intrinsic
-    def tile(
-        typingctx: Any,
-        a: Any,
-        a0: Any,
-        lda: Any,
-        b: Any,
-        b0: Any,
-        ldb: Any,
-        c: Any,
-        c0: Any,
-        ldc: Any,
-        depth: Any,
-        last: Any,
-    ) -> Any:
-        n = INDEX
-        return types.void(a, n, n, b, n, n, c, n, n, n, n), codegen
+    def result(a: Any, b: Any, c: Any) -> Any:
+        return types.void(a, n, n, b, n, n, c, n, n, n, *extra * [n]), codegen
+
+    # numba reads an intrinsic's arguments from its signature.
+    if extra == 1:
+
+        @intrinsic
+        def tile(  # type: ignore[no-untyped-def]
+            typingctx, a, a0, lda, b, b0, ldb, c, c0, ldc, depth, last
+        ):
+            return result(a, b, c)
+
+    else:
+
+        @intrinsic
+        def tile(  # type: ignore[no-untyped-def]
+            typingctx, a, a0, lda, b, b0, ldb, c, c0, ldc, depth, first, second
+        ):
+            return result(a, b, c)
 
     return tile
 
@@ -300,6 +340,8 @@ def _fold(builder: Any, a: Any, b: Any, first: list[int], second: list[int]) -> 
 
 _product_1, _product_2, _product_3 = (_product_tile(n, COLUMNS) for n in (1, 2, 3))
 _product_4, _product_5, _product_6 = (_product_tile(n, COLUMNS) for n in (4, 5, 6))
+_stream_1, _stream_2, _stream_3 = (_stream_tile(n) for n in (1, 2, 3))
+_stream_4, _stream_5, _stream_6 = (_stream_tile(n) for n in (4, 5, 6))
 _wide_1, _wide_2, _wide_3 = (_product_tile(n, 2 * COLUMNS) for n in (1, 2, 3))
 _dot_1, _dot_2, _dot_3 = (_dot_tile(n) for n in (1, 2, 3))
 
@@ -325,6 +367,27 @@ def product_tile(
         _product_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
     else:
         _product_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
+
+
+@inline
+def stream_tile(
+    rows: int, depth: int, a: tuple, b: tuple, c: tuple, ahead: int, step: int
+) -> None:
+    """As product_tile with keep = 0, while the lines of b's memory at ahead + k * step
+    are fetched, for k < depth."""
+    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
+    if rows == 6:
+        _stream_6(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
+    elif rows == 5:
+        _stream_5(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
+    elif rows == 4:
+        _stream_4(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
+    elif rows == 3:
+        _stream_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
+    elif rows == 2:
+        _stream_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
+    else:
+        _stream_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
 
 
 @inline

@@ -272,12 +272,12 @@ def test_own_time_leaves_out_what_was_called_inside() -> None:
     unit = Ceilings(1.0, 1.0, 1.0, 1.0, 1)
     work = Work(2e9, 1e9, " a")
     spans = [
-        Span("inner", 10, 40, work),
-        Span("step", 0, 100, Work()),
-        Span("inner", 50, 60, work),
+        Span("inner", 10, 40, 45, work),
+        Span("step", 0, 100, 100, Work()),
+        Span("inner", 50, 60, 62, work),
     ]
     rows = Profile(unit, spans).rows()
-    assert rows["step"].own == pytest.approx(60e-9)
+    assert rows["step"].own == pytest.approx(53e-9)
     assert rows["inner a"].calls == 2 and rows["inner a"].own == pytest.approx(40e-9)
     assert unit.floor(2e9, 1e9) == 2.0 and unit.floor(1e9, 3e9) == 3.0
 

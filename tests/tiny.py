@@ -148,7 +148,8 @@ class Paged:
             num_decodes=sum(take == 1 for take in takes_),
             rows=torch.arange(len(ids)),
         )
-        logits = self.model.logits(self.model.forward(batch, self.caches)[batch.rows])
+        hidden = self.model.forward(batch, self.caches)[batch.rows]
+        logits = self.model.logits(hidden).clone()
         pieces = dict(
             zip(rows, logits.split([int(take) for take in takes_]), strict=True)
         )

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 import pagedattn.runner
@@ -44,11 +46,13 @@ NOTHING = Work()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One call: what, when (nanoseconds), and its work."""
+    """One call: what, when (nanoseconds), and its work. Counting that took until
+    `over`, which no other span is charged with."""
 
     name: str
     start: int
     end: int
+    over: int
     work: Work
 
 
@@ -64,7 +68,7 @@ class Row:
 
 
 # What each kernel can't avoid, from its arguments.
-def linear_work(linear: Linear, x: Tensor) -> Work:
+def linear_work(linear: Linear, out: Tensor, x: Tensor) -> Work:
     """Every weight once, the inputs and outputs; 2 FLOPs a weight and row."""
     rows, n, k = len(x), linear.out_features, linear.in_features
     moved = FLOAT * (n * k + rows * (n + k))
@@ -93,7 +97,7 @@ def prefill_work(
     query_starts: Tensor, lengths: Tensor, scale: float, window: int, softcap: float,
 ) -> Work:  # fmt: skip
     """Every context once; two products for each pair of a query and what it sees."""
-    new = query_starts.diff().tolist()
+    new = np.diff(query_starts).tolist()
     pairs = read = 0
     for length, n in zip(lengths.tolist(), new, strict=True):
         reach = [
@@ -115,7 +119,7 @@ def _moving(*passes: int) -> Callable[..., Work]:
 
     def work(*args: Any) -> Work:
         used = zip(args, passes, strict=False)
-        return Work(0.0, FLOAT * sum(n * tensor.numel() for tensor, n in used))
+        return Work(0.0, FLOAT * sum(n * prod(array.shape) for array, n in used))
 
     return work
 
@@ -156,7 +160,7 @@ class Profile:
             (model, "logits", "head", None),
             (Runner, "_sample", "sample", None),
             (Outputs, "process", "output", None),
-            (Linear, "__call__", "linear", linear_work),
+            (Linear, "into", "linear", linear_work),
             *((cpu, name, name, work) for name, work in KERNELS.items()),
         ]
         before = [getattr(owner, attribute) for owner, attribute, _, _ in places]
@@ -179,7 +183,8 @@ class Profile:
             start = clock()
             result = inner(*args, **kwargs)
             end = clock()
-            keep(Span(name, start, end, work(*args) if work else NOTHING))
+            todo = work(*args) if work else NOTHING
+            keep(Span(name, start, end, clock(), todo))
             return result
 
         return timed
@@ -195,7 +200,7 @@ class Profile:
             while open_spans and open_spans[-1][0] <= span.start:
                 open_spans.pop()
             if open_spans:
-                open_spans[-1][1].own -= seconds
+                open_spans[-1][1].own -= (span.over - span.start) / 1e9
             open_spans.append((span.end, row))
             row.calls += 1
             row.seconds += seconds

@@ -8,7 +8,8 @@ counts its work.
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch.nn import functional
 
 from pagedattn.kernels import cpu
 from pagedattn.kernels.spec import COLUMNS as PANEL
+
+Array = Any  # a tensor, or the numpy array that shares its memory
+Product = Callable[[Array, Array], None]
 
 # oneDNN asks how many rows the packed weight will meet. Packed for 64 rows, a weight
 # serves every row count well, one row included.
@@ -42,14 +46,16 @@ class Linear:
     packed copy stays in memory. Equal inputs of one row count give equal outputs.
     """
 
-    __slots__ = ("bias", "in_features", "multiply", "out_features", "weight")
+    __slots__ = ("backend", "bias", "in_features", "out_features", "product", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         ours = weight.is_cpu and weight.dtype == torch.float32
-        pack, self.multiply = _BACKENDS[linear_backend() if ours else "F.linear"]
+        self.backend = linear_backend() if ours else "F.linear"
+        pack, product = _BACKENDS[self.backend]
         self.weight = pack(weight.contiguous())
+        self.product: Product = product(self.weight, bias)
 
     @classmethod
     def fused(
@@ -66,11 +72,17 @@ class Linear:
         """The weight, if a kernel may take it for a pair of maps that meet: as whole
         panels, and without a bias."""
         whole = self.out_features % (2 * PANEL) == 0 and self.bias is None
-        return self.weight if whole and self.multiply is _by_panels else None
+        return self.weight if whole and self.backend == "panels" else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, K], rows may be strided; a new [rows, N] tensor."""
-        return self.multiply(self, x)
+        out = x.new_empty(len(x), self.out_features)
+        self.into(out, x)
+        return out
+
+    def into(self, out: Array, x: Array) -> None:
+        """The same, written to `out`; both are tensors, or what kernels take."""
+        self.product(out, x)
 
 
 def _fuse_biases(
@@ -107,24 +119,36 @@ def knee(rates: Sequence[float]) -> int:
 
 
 # Three layouts of a weight, and the product for each.
-def _by_panels(linear: Linear, x: Tensor) -> Tensor:
-    out = x.new_empty(len(x), linear.out_features)
-    cpu.linear(out, x, linear.weight)
-    return out if linear.bias is None else out.add_(linear.bias)
+def _by_panels(weight: Tensor, bias: Tensor | None) -> Product:
+    panels = cpu.native(weight)
+
+    def product(out: Array, x: Array) -> None:
+        cpu.linear(out, x, panels)
+        if bias is not None:
+            torch.as_tensor(out).add_(bias)
+
+    return product
 
 
 def _pack_for_onednn(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
 
 
-def _by_onednn(linear: Linear, x: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(
-        x, linear.weight, linear.bias, "none", [], ""
-    )
+def _by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
+    def product(out: Array, x: Array) -> None:
+        x = torch.as_tensor(x)
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        torch.as_tensor(out).copy_(y)
+
+    return product
 
 
-def _by_torch(linear: Linear, x: Tensor) -> Tensor:
-    return functional.linear(x, linear.weight, linear.bias)
+def _by_torch(weight: Tensor, bias: Tensor | None) -> Product:
+    def product(out: Array, x: Array) -> None:
+        y = functional.linear(torch.as_tensor(x), weight, bias)
+        torch.as_tensor(out).copy_(y)
+
+    return product
 
 
 _BACKENDS = {

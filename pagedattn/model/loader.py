@@ -253,7 +253,9 @@ class _Builder:
         self.weights = weights
         self.kernels = kernels
         ropes = {layer.rope for layer in config.layers if layer.rope}
-        self.tables = {rope: cos_sin_table(rope, max_model_len) for rope in ropes}
+        self.tables = {
+            rope: kernels.native(cos_sin_table(rope, max_model_len)) for rope in ropes
+        }
 
     def decoder(self) -> Decoder:
         """The whole model."""
@@ -338,14 +340,16 @@ class _Builder:
             normalise=e.normalise,
             shared=e.shared_size and self._mlp(shared, names.expert, e.shared_size),
             shared_gate=e.shared_size and self._linear(gate, 1, size, False),
+            kernels=self.kernels,
         )
 
     # Differences that need no step of their own are folded into the weights here:
     # Gemma's norms are 1 + w, Granite scales what a block adds to the residual.
-    def _norm(self, name: str, size: int) -> Tensor:
-        return self.weights.take(f"{name}.weight", size) + self.config.norm_offset
+    def _norm(self, name: str, size: int) -> Any:
+        weight = self.weights.take(f"{name}.weight", size) + self.config.norm_offset
+        return self.kernels.native(weight)
 
-    def _qk_norm(self, name: str, width: int) -> Tensor | None:
+    def _qk_norm(self, name: str, width: int) -> Any | None:
         kind = self.config.qk_norm
         if kind is None:
             return None
