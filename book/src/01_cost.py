@@ -438,10 +438,10 @@ roofline_calculator()
 # ## Is it true?
 #
 # A bound is worth something if real engines come near it. This engine, measured on two
-# CPU cores of the table's kind with the demo model on 2026-11-29, when oneDNN still
-# multiplied (`book/measured/LOG.md`): one stream of 128 tokens in and 128 out decodes
-# 25.5 to 30.3 tokens a second; 64 requests at once, of 9,467 prompt and 5,843 output
-# tokens, take 39 seconds. The bounds for both:
+# CPU cores of the table's kind with the demo model on 2026-11-30 (`book/measured/
+# LOG.md`): one stream of 128 tokens in and 128 out decodes 32 to 39 tokens a second; 64
+# requests at once, of 9,467 prompt and 5,843 output tokens, take 36 to 38 seconds. The
+# bounds for both:
 
 # %%
 from pagedattn.bench.workloads import mixed_lengths
@@ -453,10 +453,11 @@ print(f"one stream: at most {1 / alone:.0f} tokens/s; knee at {knee(demo, cores)
 print(f"64 requests: at least {sum(work) / cores.flops:.0f} s of arithmetic")
 
 # %% [markdown]
-# So the engine reaches 63 to 75 % of the bound alone, and 64 % of it in a crowd. A CPU
-# has little arithmetic for its memory, hence a knee at 14 requests, and even so 64
-# requests at once are worth it: one after the other, at 30 tokens a second, the 5,843
-# output tokens alone would take 195 seconds.
+# So the engine comes near the bound alone, and reaches two thirds of it in a crowd. (The
+# memory of a shared machine gives more on one day than on another; measure yours with
+# `pagedattn bench ceilings`.) A CPU has little arithmetic for its memory, hence a knee at
+# 14 requests, and even so 64 requests at once are worth it: one after the other, at 36
+# tokens a second, the 5,843 output tokens alone would take 162 seconds.
 
 # %% [markdown]
 # ## The product itself
@@ -477,16 +478,20 @@ show(spec.pack, spec.linear)
 
 # %% [markdown]
 # In numba, `pack` leaves the turning to numpy, and `linear` deals out panels to the
-# threads with `for_each`. `multiply_panel` is one panel with all rows: `product`, which
-# attention uses too ([chapter 06](06_attention.ipynb)), takes six rows at a time and
-# holds their 6 × 16 sums in twelve vector registers. One row of a decode streams the
-# panel from memory and is gone; sixty-four rows find it in the processor's cache ten
-# times more. One layout serves both ends of the roofline. And every sum runs over the
-# inputs in order, whatever rows stand beside it: a request's product is the same to the
-# last bit alone and in a crowd.
+# threads with `for_each`; `linear_panel` is one of them, and knows which comes next.
+# `multiply_panel` takes six rows at a time and holds their 6 × 16 sums in twelve vector
+# registers, as attention does ([chapter 06](06_attention.ipynb)). One row of a decode
+# streams the panel from memory and is gone; sixty-four rows find it in the processor's
+# cache ten times more. One layout serves both ends of the roofline. And every sum runs
+# over the inputs in order, whatever rows stand beside it: a request's product is the
+# same to the last bit alone and in a crowd.
+#
+# The roofline says that arithmetic and memory take time *together*, not one after the
+# other. The program has to see to that: while a panel is multiplied, each tile asks for
+# its share of the next one (`stream_tile`). With 12 rows that took 30 % off.
 
 # %%
-show(cpu.pack, cpu.linear, cpu.multiply_panel)
+show(cpu.pack, cpu.linear, cpu.linear_panel, cpu.multiply_panel)
 
 # %% [markdown]
 # On two cores of the kind in our table it streams weights at 24 to 34 GB/s for one row
@@ -553,7 +558,9 @@ show(cpu.rotary_write, cpu.rotate_and_write_token)
 # The activations: `silu` and `gelu_tanh`, of one stretch of numbers. By themselves they
 # are dealt out in rows (`silu_mul` with `silu_row`, `gelu_tanh_mul` with `gelu_row`);
 # behind the product in panels (`silu_linear` with `silu_panel`, `gelu_tanh_linear` with
-# `gelu_tanh_panel`), where `gate_and_up` multiplies the two that meet. Both need `exp`,
+# `gelu_tanh_panel`), where `gate_and_up` multiplies the two that meet. (They write to
+# another array than they read: in place, LLVM could not prove the loop free of
+# overlap, and computed one exponential at a time.) Both need `exp`,
 # and the C library's works on one number at a time, so that a loop over it cannot use
 # vector instructions. So `exp` is written out: the number is split into a whole power
 # of two, which is a bit field of a float, and a rest so small that six coefficients are

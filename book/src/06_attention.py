@@ -308,10 +308,14 @@ for left, right in zip(full.tolist(), window.tolist(), strict=True):
 # the decorator. `cache_dir` names a folder after everything the code depends on: our
 # sources, the versions of numba and LLVM, and the processor, because a binary built for
 # AVX-512 does not run elsewhere. `compile_all` is what `make setup` calls, with a
-# progress bar: nothing then compiles while a user waits.
+# progress bar: nothing then compiles while a user waits. numba wants numpy arrays, and
+# to make one over a tensor's memory takes a microsecond, eight for some calls, two
+# hundred calls a step. So the decoder makes them once, with `native` (the specification's
+# leaves tensors as they are).
 
 # %%
 show(cpu.cache_dir, cpu.Kernel, cpu.kernel, cpu.compile_all)
+show(cpu.native, spec.native)
 
 # %% [markdown]
 # The smallest example is the numba `write_kv`. It loops over tokens with `for_each`,
@@ -331,9 +335,16 @@ show(cpu.write_kv, cpu.write_token, cpu.head)
 # positions. A task is one chunk and one KV head, with the three query heads that read
 # it: **keys are loaded once for the group**. `first_chunks` numbers the tasks;
 # `first_position` skips what lies before the window.
+#
+# `chunks_in_step` puts them in order: the first chunks of all sequences, then the
+# second ones. Thirty-two requests with one system prompt have its blocks in common. In
+# this order its first 256 keys come from memory once, and all thirty-two read them
+# while they are in the cache. Engines on GPUs need a kernel of its own for that
+# (*cascade attention*), because their tasks run at once; here an order is enough, and
+# nobody's sums change.
 
 # %%
-show(cpu.decode_attention, cpu.first_chunks, cpu.first_position)
+show(cpu.decode_attention, cpu.first_chunks, cpu.first_position, cpu.chunks_in_step)
 
 # %% [markdown]
 # Count the tasks: one long context is enough to keep two threads busy, or sixty.
@@ -366,22 +377,26 @@ show(cpu.merge_chunks)
 # %% [markdown]
 # Now the parts. `scale_queries` multiplies the scale in once per query instead of once
 # per score. `scores` walks block by block; `place` is the look-up from above, `(block ×
-# kv_heads + h) × block_size + offset` in units of rows. `fetch_ahead` asks for the
-# *next* block's cache lines while this one is being multiplied: the processor foresees
-# addresses that follow each other, but the next block lies anywhere. This is what
-# paging costs in a kernel, one table read and one prefetch per block.
+# kv_heads + h) × block_size + offset` in units of rows. `scores` also finds out which
+# block comes next (behind the last one: the first values), and `fetch` asks for it: the
+# processor foresees addresses that follow each other, but the next block lies anywhere.
+# This is what paging costs in a kernel, one table read and one prefetch per block.
 
 # %%
-show(cpu.scale_queries, cpu.scores, cpu.place, cpu.fetch_ahead)
+show(cpu.scale_queries, cpu.scores, cpu.place, cpu.fetch)
 
 # %% [markdown]
 # `score_tiles` computes three heads × four tokens at a time, as we shall see under
-# registers. A tile may run over unused slots at the end of a block, and what it finds
+# registers, and before each tile asks for as much of the next block with `fetch`. All
+# of that block at once would be more requests than a core keeps under way, and the
+# multiplications would wait for the last of them: a tile's worth at a time took 12 to 25
+# % off (LOG). A tile may run over unused slots at the end of a block, and what it finds
 # there lands in columns that nobody reads; it may not run over the block's end.
 # Leftovers, and heads whose length is not a multiple of 8, go through `dot`.
 # `softmax_part` is safe softmax over one chunk: maximum, then weights and their sum,
 # with the soft cap before. Within a chunk two passes are fine, because 256 scores stay
-# in the nearest cache. `weigh` walks the blocks again, now over the values.
+# in the nearest cache. `weigh` walks the blocks again, now over the values, eight at a
+# time with those of two steps later on their way.
 
 # %%
 show(cpu.score_tiles, cpu.dot, cpu.softmax_part, cpu.weigh)
@@ -454,7 +469,9 @@ count(f"product {ROWS // 2} x {2 * COLUMNS}", ROWS * COLUMNS // LANES, ROWS // 2
 # Written as a loop nest, the sums of a tile live in an array, and an array lives in
 # memory: each step loads and stores every sum. So a few functions write LLVM's code
 # directly, with sums named one by one (`kernels/tiles.py`). `_product_tile` writes `c
-# += a @ b` for fixed numbers of rows and columns. `_shorter_side_held` orders its
+# += a @ b` for fixed numbers of rows and columns; `_stream_tile` starts from zero and
+# has one instruction more in its loop, which asks for a cache line of the weights that
+# come next. `_emit_product` is what both share. `_shorter_side_held` orders its
 # multiply-adds so that the shorter side stays in registers while the longer one streams
 # through. With 12 sums, 3 held and 1 streaming, all 16 are in use; a 17th would be
 # **spilled**, written to memory and read back at every step. A profile of 64 requests
@@ -462,7 +479,8 @@ count(f"product {ROWS // 2} x {2 * COLUMNS}", ROWS * COLUMNS // LANES, ROWS // 2
 # memory gives 17 to 20 (`book/measured/LOG.md`, "Decode attention"; LOG from here on).
 
 # %%
-show(tiles._product_tile, tiles._shorter_side_held)
+show(tiles._product_tile, tiles._stream_tile, tiles._emit_product)
+show(tiles._shorter_side_held)
 
 # %% [markdown]
 # `_dot_tile` computes scores. Here the lanes run along the head, so each sum is a
@@ -475,26 +493,27 @@ show(tiles._dot_tile, tiles._across, tiles._fold)
 # %% [markdown]
 # The vocabulary below them: `_vector_at` is the address of eight numbers, `_sum_from` a
 # register that starts at zero or at what is there, `_multiply_add` one fused
-# instruction, `_spread` one number in all lanes. `_tile` gives a tile its eleven
-# arguments and `_data` finds the arrays' memory. `_function` makes each tile a function
+# instruction, `_spread` one number in all lanes, `_prefetch` the request for a cache
+# line. `_tile` gives a tile its arguments and `_data` finds the arrays' memory. `_function` makes each tile a function
 # that is never inlined and is optimised for size, not speed. That is no mistake:
 # optimised for speed, LLVM unrolls the loop, moves the copies' loads together, and runs
 # out of registers. A 3 × 32 tile lost 11 of its 12 sums that way (LOG).
 
 # %%
 show(tiles._vector_at, tiles._sum_from, tiles._multiply_add, tiles._spread)
+show(tiles._prefetch)
 show(tiles._tile, tiles._data, tiles._function)
 
 # %% [markdown]
-# Tiles have fixed sizes, so `product_tile`, `wide_tile` and `dot_tiles` choose by the
-# number of rows. Four more functions tell LLVM what Python cannot say. `stretch` is a
+# Tiles have fixed sizes, so `product_tile`, `stream_tile`, `wide_tile` and `dot_tiles`
+# choose by the number of rows. Four more functions tell LLVM what Python cannot say. `stretch` is a
 # piece of flat memory whose indices need no test for being negative; with rows as
 # stretches, 512 norms fell from 479 to 63 µs (LOG, "Small kernels"). `prefetch` asks
 # for a cache line. `take_ticket` is the atomic counter. `power_of_two` writes a float's
 # exponent field, the last step of chapter 01's exponential.
 
 # %%
-show(tiles.product_tile, tiles.wide_tile, tiles.dot_tiles)
+show(tiles.product_tile, tiles.stream_tile, tiles.wide_tile, tiles.dot_tiles)
 show(tiles.stretch, tiles.prefetch, tiles.take_ticket, tiles.power_of_two)
 
 # %% [markdown]

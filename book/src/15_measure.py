@@ -355,14 +355,15 @@ show(ladder.model_for, ladder.plain_products)
 # What is packed? `pack` cuts a weight into panels of 16 outputs, whose weights stand
 # side by side for each input. `linear` multiplies panel by panel, so each weight is
 # read from memory once, from end to end. In the numba version `multiply_panel` does one
-# panel for all rows, with 16 sums in vector registers; panels are dealt out to threads.
+# panel for all rows, with 16 sums in vector registers; panels are dealt out to threads,
+# and `linear_panel` says which comes next, so that it is fetched meanwhile.
 # (Where a processor's vectors are wider than the kernel's tiles, oneDNN packs instead.)
 
 # %%
 from pagedattn.kernels import cpu, spec
 
 show(spec.pack, spec.linear)
-show(cpu.pack, cpu.linear, cpu.multiply_panel)
+show(cpu.pack, cpu.linear, cpu.linear_panel, cpu.multiply_panel)
 
 # %% [markdown]
 # A benchmark must first be right. `parted` compares every rung's tokens with those that
