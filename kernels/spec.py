@@ -64,17 +64,6 @@ def write_kv(
     v_cache[block, :, offset] = value
 
 
-def copy_blocks(
-    k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor
-) -> None:
-    """k_cache[targets[i]] = k_cache[sources[i]], and v_cache's likewise, whole blocks.
-
-    sources, targets int64 [copies]; no target twice, and none that is a source.
-    """
-    k_cache[targets] = k_cache[sources]
-    v_cache[targets] = v_cache[sources]
-
-
 def decode_attention(
     out: Tensor,
     q: Tensor,
@@ -140,28 +129,6 @@ def prefill_attention(
             scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[start:end] = (weights @ v).transpose(0, 1)
-
-
-def cascade_attention(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    shared: int,
-    scale: float,
-    softcap: float,
-) -> None:
-    """prefill_attention without a window, where all contexts begin alike.
-
-    Positions before `shared`, all of them before every query, stand in the same blocks
-    for all sequences: reading them once for all is what a fast version is for.
-    """
-    assert all((lengths - query_starts.diff() >= shared).tolist())
-    args = k_cache, v_cache, tables, query_starts, lengths, scale, 0, softcap
-    prefill_attention(out, q, *args)
 
 
 def _context(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
@@ -246,17 +213,51 @@ def gelu_tanh_linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
     gelu_tanh_mul(out, gate_up)
 
 
-def grouped_linear(
-    out: Tensor, x: Tensor, weights: Tensor, tokens: Tensor, starts: Tensor
+# For GPUs alone, for now: processors have no fast version of what follows.
+def cascade_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    shared: int,
+    scale: float,
+    softcap: float,
 ) -> None:
-    """out[i] = weights[e] x[tokens[i]] for starts[e] <= i < starts[e + 1], every e.
+    """prefill_attention without a window, where all contexts begin alike.
 
-    x [tokens, K]; weights [experts, N, K]; out [rows, N]; tokens int64 [rows]: whose
-    numbers a row takes, rows sorted by expert; starts int64 [experts + 1].
+    Positions before `shared`, all of them before every query, stand in the same blocks
+    for all sequences: reading them once for all is what a fast version is for.
+    """
+    assert all((lengths - query_starts.diff() >= shared).tolist())
+    args = k_cache, v_cache, tables, query_starts, lengths, scale, 0, softcap
+    prefill_attention(out, q, *args)
+
+
+def copy_blocks(
+    k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor
+) -> None:
+    """k_cache[targets[i]] = k_cache[sources[i]], and v_cache's likewise, whole blocks.
+
+    sources, targets int64 [copies]; no target twice, and none that is a source.
+    """
+    k_cache[targets] = k_cache[sources]
+    v_cache[targets] = v_cache[sources]
+
+
+def grouped_linear(
+    out: Tensor, x: Tensor, weights: Tensor, sources: Tensor, starts: Tensor
+) -> None:
+    """out[i] = weights[e] x[sources[i]] for starts[e] <= i < starts[e + 1], every e.
+
+    x [tokens, K]; weights [experts, N, K]; out [rows, N]; sources int64 [rows]: the
+    token whose numbers a row takes, rows sorted by expert; starts int64 [experts + 1].
     """
     for e, weight in enumerate(weights):
         start, end = starts[e : e + 2].tolist()
-        out[start:end] = x[tokens[start:end]] @ weight.T
+        out[start:end] = x[sources[start:end]] @ weight.T
 
 
 def penalize(

@@ -47,7 +47,9 @@ from pagedattn.request import SamplingParams
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from pagedattn.kernels import gpu  # noqa: E402
+from pagedattn.kernels.gpu import launch as gpu_launch  # noqa: E402
 from pagedattn.kernels.gpu.launch import Config, Tuned, launch  # noqa: E402
+from triton import OutOfResources  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -422,20 +424,35 @@ def test_without_a_gpu_the_first_configuration_is_taken() -> None:
     assert gpu.decode_attention.choose(*args) is gpu.decode_attention.configs[0]
 
 
-def test_a_choice_is_measured_once_and_kept(
+def test_a_choice_is_measured_once_and_kept_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagedattn.kernels.gpu import launch as module
+    """On a card that is not there: the fastest that fits, and none while recording."""
+    times = {16: 3.0, 32: 2.0, 64: None, 128: 2.5}  # None: does not fit
+    measured = []
 
-    monkeypatch.setattr(module, "cache_dir", lambda: tmp_path)
-    choices = module.Choices(tmp_path / "a-card.json")
-    choices.add("decode_attention 16", 2)
-    choices.add("silu_mul 3", 0)
-    assert module.Choices(choices.path).known == {
-        "decode_attention 16": 2,
-        "silu_mul 3": 0,
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["a-card.json"]
+    def body(config: Config, x: Any) -> None:
+        if times[config.sizes["ROWS"]] is None:
+            raise OutOfResources(2, 1, "shared memory")
+
+    def do_bench(run: Callable[[], None], **_: Any) -> float:
+        run()
+        measured.append(list(times.values())[len(measured) + (len(measured) > 1)])
+        return measured[-1]
+
+    function = Tuned(tuple(Config(dict(ROWS=n)) for n in times), lambda x: (1,), body)
+    card = SimpleNamespace(is_cuda=True, device=0)
+    recording = [True]
+    monkeypatch.setattr(gpu_launch, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(gpu_launch, "do_bench", do_bench)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "No Card")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", recording.pop)
+    assert function.choose(card) is function.configs[0] and not measured
+    recording.append(False)
+    assert function.choose(card) is function.configs[1]
+    assert function.choose(card) is function.configs[1] and len(measured) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["No-Card.json"]
+    assert gpu_launch.Choices(tmp_path / "No-Card.json").known == {"body 1": 1}
 
 
 def test_an_empty_grid_starts_nothing() -> None:

@@ -33,12 +33,14 @@ class Shape(NamedTuple):
     block_size: int
     dim: int
     wide: int  # dim, or the next power of two; a product wants 16 or more
+    softcap: float
 
 
-def shape_of(q: Tensor, k_cache: Tensor) -> Shape:
+def shape_of(q: Tensor, k_cache: Tensor, softcap: float) -> Shape:
     """The shape of queries [tokens, heads, dim] over a cache."""
     _, kv_heads, block_size, dim = k_cache.shape
-    return Shape(q.shape[1] // kv_heads, block_size, dim, width(dim))
+    group = q.shape[1] // kv_heads
+    return Shape(group, block_size, dim, width(dim), float(softcap))
 
 
 def width(n: int) -> int:
@@ -48,7 +50,7 @@ def width(n: int) -> int:
 
 def kind_of(out: Tensor, q: Tensor, k_cache: Tensor, *_: Any) -> tuple[Any, ...]:
     """For what a choice of configuration holds: whatever the batch is."""
-    return q.dtype, k_cache.dtype, k_cache.shape[1], *shape_of(q, k_cache)
+    return q.dtype, k_cache.dtype, q.shape[1], *k_cache.shape[1:]
 
 
 # ---------------------------------------------------------------- one step of softmax
@@ -72,12 +74,12 @@ def rows_at(cache, place, j, end, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def scores(x, scale, SOFTCAP: tl.constexpr):
+def scores(x, scale, SHAPE: tl.constexpr):
     """cap(scale * x), in powers of two; tanh(y) = 1 - 2 / (e^2y + 1)."""
-    if SOFTCAP == 0.0:
+    if SHAPE.softcap == 0.0:
         return x * (scale * LOG2E)
-    y = tl.exp2(x * (2 * LOG2E * scale / SOFTCAP))
-    return (SOFTCAP * LOG2E) * (1 - 2 / (y + 1))
+    y = tl.exp2(x * (2 * LOG2E * scale / SHAPE.softcap))
+    return (SHAPE.softcap * LOG2E) * (1 - 2 / (y + 1))
 
 
 @triton.jit
@@ -100,7 +102,7 @@ def before(x, position, j, end):
 
 
 @triton.jit
-def attend(state, q, position, limits, cache, place, scale, SEEN, SOFTCAP, SHAPE, KEYS):
+def attend(state, q, position, limits, cache, place, scale, SEEN, SHAPE, KEYS):
     """The state after positions start to end, KEYS at a time; at `hole`, skip `gap`.
 
     limits = (start, end, hole, gap, window). SEEN: what hides scores, or lets all be.
@@ -112,7 +114,7 @@ def attend(state, q, position, limits, cache, place, scale, SEEN, SOFTCAP, SHAPE
         j = first + tl.where(first >= hole, gap, 0) + tl.arange(0, KEYS)
         k = rows_at(k_cache, place, j, end, SHAPE)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, KEYS]
-        x = SEEN(scores(x, scale, SOFTCAP), position, j, window)
+        x = SEEN(scores(x, scale, SHAPE), position, j, window)
         top = tl.maximum(m, tl.max(x, 1))
         shrink = tl.exp2(m - top)
         p = tl.exp2(x - top[:, None])
@@ -152,7 +154,6 @@ def attend_chunk(
     chunk,
     scale,
     window,
-    SOFTCAP: tl.constexpr,
     SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -176,7 +177,7 @@ def attend_chunk(
     place = tables + s * table_stride, h, tl.num_programs(1)
     limits, state = (start, end, end, 0, end), nothing_read(ROWS, SHAPE)
     acc, m, l = attend(
-        state, queries, g, limits, cache, place, scale, before, SOFTCAP, SHAPE, KEYS
+        state, queries, g, limits, cache, place, scale, before, SHAPE, KEYS
     )
     row = (s * tl.num_programs(1) * SHAPE.group + heads) * tl.num_programs(0) + c
     store_state(parts, row, (acc, m, l), g < SHAPE.group, SHAPE)
@@ -260,7 +261,7 @@ def decode_attention(
 ) -> None:
     """As spec.decode_attention: chunks of context by themselves, then merged."""
     (seqs, heads, dim), kv_heads = q.shape, k_cache.shape[1]
-    shape, chunk, keys = shape_of(q, k_cache), *config.sizes.values()
+    shape, chunk, keys = shape_of(q, k_cache, softcap), *config.sizes.values()
     longest = tables.shape[1] * shape.block_size
     window = min(window or EVERYTHING, EVERYTHING)
     # A window that is not cut at its edges reaches into one chunk more.
@@ -280,7 +281,6 @@ def decode_attention(
         chunk,
         scale,
         window,
-        float(softcap),
         shape,
         width(shape.group),
         keys,
@@ -303,7 +303,11 @@ def decode_attention(
 # ------------------------------------------------------------------ prefill attention
 
 
-@triton.jit(do_not_specialize=["tables", "query_starts", "lengths", "batch", "window"])
+@triton.jit(
+    do_not_specialize=[
+        *("tables", "query_starts", "lengths", "seqs", "table_stride", "window")
+    ]
+)
 def attend_tile(
     out,  # [tokens, heads, dim]
     q,  # [tokens, heads, dim]
@@ -312,10 +316,10 @@ def attend_tile(
     query_starts,  # [seqs + 1]
     lengths,  # [seqs]
     strides,  # of q by token and by head
-    batch,  # sequences, max_blocks
+    seqs,
+    table_stride,  # of tables by sequence
     scale,
     window,
-    SOFTCAP: tl.constexpr,
     SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -326,13 +330,13 @@ def attend_tile(
     """
     tile, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     QUERIES: tl.constexpr = ROWS // SHAPE.group
-    s, row, end = rows_of(tile, query_starts, batch[0], QUERIES)
+    s, row, end = rows_of(tile, query_starts, seqs, QUERIES)
     if row >= end:
         return
     position = tl.load(lengths + s) - end + row
     n = tl.minimum(QUERIES, end - row)
     queries = load_queries(q, strides, row, n, h, ROWS, SHAPE)
-    place = tables + s.to(tl.int64) * batch[1], h, tl.num_programs(1)
+    place = tables + s.to(tl.int64) * table_stride, h, tl.num_programs(1)
     state = nothing_read(ROWS, SHAPE)
     state = attend_rows(
         state,
@@ -344,7 +348,6 @@ def attend_tile(
         cache,
         place,
         scale,
-        SOFTCAP,
         SHAPE,
         KEYS,
     )
@@ -362,9 +365,7 @@ def load_queries(q, strides, row, n, h, ROWS: tl.constexpr, SHAPE: tl.constexpr)
 
 
 @triton.jit
-def attend_rows(
-    state, q, position, n, low, window, cache, place, scale, SOFTCAP, SHAPE, KEYS
-):
+def attend_rows(state, q, position, n, low, window, cache, place, scale, SHAPE, KEYS):
     """The state after all that n queries from `position` on see, from position low on.
 
     What every row sees needs no mask. To its left the window cuts, to its right the
@@ -378,13 +379,9 @@ def attend_rows(
     middle = first + tl.cdiv(middle - first, KEYS) * KEYS
     right = middle + tl.maximum(0, position + 1 - middle) // KEYS * KEYS
     limits = middle, right, right, 0, window
-    state = attend(
-        state, q, at, limits, cache, place, scale, every, SOFTCAP, SHAPE, KEYS
-    )
+    state = attend(state, q, at, limits, cache, place, scale, every, SHAPE, KEYS)
     limits = first, last + 1, middle, right - middle, window
-    return attend(
-        state, q, at, limits, cache, place, scale, causal, SOFTCAP, SHAPE, KEYS
-    )
+    return attend(state, q, at, limits, cache, place, scale, causal, SHAPE, KEYS)
 
 
 @triton.jit
@@ -422,7 +419,7 @@ def prefill_attention(
 ) -> None:
     """As spec.prefill_attention: tiles of queries, each over its context in pieces."""
     (tokens, _, _), kv_heads, seqs = q.shape, k_cache.shape[1], len(lengths)
-    shape, rows, keys = shape_of(q, k_cache), *config.sizes.values()
+    shape, rows, keys = shape_of(q, k_cache, softcap), *config.sizes.values()
     rows = max(rows, width(shape.group))
     launch(
         attend_tile,
@@ -435,10 +432,10 @@ def prefill_attention(
         query_starts,
         lengths,
         q.stride()[:2],
-        (seqs, tables.stride(0)),
+        seqs,
+        tables.stride(0),
         scale,
         min(window or EVERYTHING, EVERYTHING),
-        float(softcap),
         shape,
         rows,
         keys,
@@ -459,7 +456,6 @@ def attend_prefix(
     shared,
     chunk,
     scale,
-    SOFTCAP: tl.constexpr,
     SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -473,9 +469,7 @@ def attend_prefix(
     end = tl.minimum(shared, (c + 1) * chunk)
     limits, place = (c * chunk, end, end, 0, end), (table, h, tl.num_programs(1))
     r, state = tl.arange(0, ROWS), nothing_read(ROWS, SHAPE)
-    state = attend(
-        state, queries, r, limits, cache, place, scale, before, SOFTCAP, SHAPE, KEYS
-    )
+    state = attend(state, queries, r, limits, cache, place, scale, before, SHAPE, KEYS)
     at = part_rows(c, row, h, tokens, ROWS, SHAPE)
     store_state(parts, at, state, r < n * SHAPE.group, SHAPE)
 
@@ -508,7 +502,11 @@ def load_states(parts, chunks, row, n, h, tokens, ROWS, SHAPE):
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["tables", "query_starts", "lengths", "batch"])
+@triton.jit(
+    do_not_specialize=[
+        *("tables", "query_starts", "lengths", "seqs", "table_stride", "shared")
+    ]
+)
 def attend_own(
     out,  # [tokens, heads, dim]
     q,  # [tokens, heads, dim]
@@ -518,27 +516,29 @@ def attend_own(
     lengths,  # [seqs]
     strides,  # of q by token and by head
     parts,  # acc [chunks, tokens, heads, dim], m and l [chunks, tokens, heads]: float32
-    batch,  # sequences, max_blocks, tokens, chunks, shared positions
+    seqs,
+    table_stride,  # of tables by sequence
+    shared,
     scale,
-    SOFTCAP: tl.constexpr,
     SHAPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    TILE: tl.constexpr,  # rows, keys, and context positions of a chunk
 ):
     """As attend_tile, from the state in which attend_prefix left these queries.
 
     An online softmax goes on from any state, so nothing is merged afterwards.
     """
     tile, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    ROWS: tl.constexpr = TILE[0]
+    KEYS: tl.constexpr = TILE[1]
     QUERIES: tl.constexpr = ROWS // SHAPE.group
-    seqs, max_blocks, tokens, chunks, shared = batch
+    tokens, chunks = tl.load(query_starts + seqs), tl.cdiv(shared, TILE[2])
     s, row, end = rows_of(tile, query_starts, seqs, QUERIES)
     if row >= end:
         return
     position = tl.load(lengths + s) - end + row
     n = tl.minimum(QUERIES, end - row)
     queries = load_queries(q, strides, row, n, h, ROWS, SHAPE)
-    place = tables + s.to(tl.int64) * max_blocks, h, tl.num_programs(1)
+    place = tables + s.to(tl.int64) * table_stride, h, tl.num_programs(1)
     state = load_states(parts, chunks, row, n, h, tokens, ROWS, SHAPE)
     low, window = shared, position + n  # no window: one that reaches to position 0
     state = attend_rows(
@@ -551,7 +551,6 @@ def attend_own(
         cache,
         place,
         scale,
-        SOFTCAP,
         SHAPE,
         KEYS,
     )
@@ -578,7 +577,7 @@ def cascade_attention(
 ) -> None:
     """As spec.cascade_attention: all queries read what is shared, in one dense tile."""
     (tokens, heads, dim), kv_heads, seqs = q.shape, k_cache.shape[1], len(lengths)
-    shape, rows, keys, chunk = shape_of(q, k_cache), *config.sizes.values()
+    shape, rows, keys, chunk = shape_of(q, k_cache, softcap), *config.sizes.values()
     rows = max(rows, width(shape.group))
     queries, chunks = rows // shape.group, triton.cdiv(shared, chunk)
     parts = new_parts(chunks, tokens, heads, dim=dim, like=q)
@@ -596,7 +595,6 @@ def cascade_attention(
         shared,
         chunk,
         scale,
-        float(softcap),
         shape,
         rows,
         keys,
@@ -613,10 +611,10 @@ def cascade_attention(
         lengths,
         strides,
         parts,
-        (seqs, tables.stride(0), tokens, chunks, shared),
+        seqs,
+        tables.stride(0),
+        shared,
         scale,
-        float(softcap),
         shape,
-        rows,
-        keys,
+        (rows, keys, chunk),
     )

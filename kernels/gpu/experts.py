@@ -14,12 +14,12 @@ from .launch import Config, launch, tuned
 from .ragged import rows_of, tiles
 
 
-@triton.jit(do_not_specialize=["tokens", "starts"])
+@triton.jit(do_not_specialize=["sources", "starts"])
 def multiply_tile(
     out,  # [rows, N]
     x,  # [tokens, K]
     weights,  # [experts, N, K]
-    tokens,  # [rows]
+    sources,  # [rows]
     starts,  # [experts + 1]
     strides,  # of x by token
     sizes,  # experts, N, K
@@ -34,7 +34,7 @@ def multiply_tile(
         return
     r = row.to(tl.int64) + tl.arange(0, ROWS)
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    token = tl.load(tokens + r, mask=r < end, other=0)
+    token = tl.load(sources + r, mask=r < end, other=0)
     above = x + token[:, None] * strides[0]
     beside = weights + (e.to(tl.int64) * n + c)[None, :] * depth
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -66,7 +66,7 @@ def grouped_linear(
     out: Tensor,
     x: Tensor,
     weights: Tensor,
-    tokens: Tensor,
+    sources: Tensor,
     starts: Tensor,
 ) -> None:
     """As spec.grouped_linear."""
@@ -79,7 +79,7 @@ def grouped_linear(
         out,
         x,
         weights,
-        tokens,
+        sources,
         starts,
         (x.stride(0),),
         (experts, n, x.shape[1]),
