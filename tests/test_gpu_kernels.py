@@ -199,7 +199,7 @@ def test_empty_batch() -> None:
 
 
 @given(
-    rows=st.sampled_from([0, 1, 5, 33]),
+    rows=st.sampled_from([0, 1, 2, 9]),
     heads=st.sampled_from([(9, 3), (1, 1), (20, 10)]),
     dims=st.sampled_from([(64, 64), (64, 32), (40, 40), (48, 12), (256, 256)]),
     block_size=st.sampled_from([1, 5, 16]),

@@ -5,6 +5,7 @@ cuBLAS's there, so those with packed weights are absent. With TRITON_INTERPRET=1
 environment before Triton is first imported, the same kernels run on CPU tensors.
 """
 
+from ..spec import native as native
 from .attention import cascade_attention as cascade_attention
 from .attention import decode_attention as decode_attention
 from .attention import prefill_attention as prefill_attention
