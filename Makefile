@@ -158,6 +158,6 @@ build/peers/.openvino: build/peers/.env-openvino build/peers/.env-convert build/
 	@touch $@
 
 # Compiled once for this processor and kept in the user's cache directory.
-$(VENV)/.kernels: $(wildcard kernels/*.py) $(VENV)/.runtime
+$(VENV)/.kernels: $(wildcard kernels/*.py kernels/gpu/*.py) $(VENV)/.runtime
 	$(BIN)/pagedattn download-kernels
 	@touch $@

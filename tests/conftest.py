@@ -18,6 +18,8 @@ PROFILE = os.environ.get("PROFILE", "fast")
 # Read when torch and numba load, by servers that tests start too: workers of one run
 # share the cores, and sums in one thread come out the same every time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton's kernels run on CPU tensors, one program after the other.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # No test asks a hub for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

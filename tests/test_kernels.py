@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +18,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pagedattn.kernels import cpu, spec
 from torch import Tensor
+
+from pagedattn.request import SamplingParams
+from pagedattn.sampling.filters import survivors
+from pagedattn.sampling.penalties import discourage, penalize
+from pagedattn.sampling.sampler import pick
 
 ROOT = Path(__file__).parent.parent
 CLOSE = dict(rtol=1e-4, atol=2e-5)
@@ -129,7 +134,7 @@ def naive(case: Case, problem: Problem) -> Tensor:
 
 
 def attend(kernels: ModuleType, problem: Problem) -> Tensor:
-    out = torch.full(problem.q.shape, torch.nan)
+    out = torch.full(problem.q.shape, torch.nan, dtype=problem.q.dtype)
     kernels.prefill_attention(
         out,
         problem.q,
@@ -144,7 +149,7 @@ def attend(kernels: ModuleType, problem: Problem) -> Tensor:
 
 
 def decode(kernels: ModuleType, problem: Problem) -> Tensor:
-    out = torch.full(problem.q.shape, torch.nan)
+    out = torch.full(problem.q.shape, torch.nan, dtype=problem.q.dtype)
     kernels.decode_attention(
         out,
         problem.q,
@@ -153,6 +158,40 @@ def decode(kernels: ModuleType, problem: Problem) -> Tensor:
         problem.tables,
         problem.lengths,
         *problem.tail,
+    )
+    return out
+
+
+def cascade(case: Case, blocks: int, seqs: int) -> tuple[Case, int]:
+    """The case with `blocks` more before each of its contexts, and their positions."""
+    shared = min(blocks * case.block_size, 128 // case.block_size * case.block_size)
+    own = [
+        (min(n, 20), min(k, n, 20)) for n, k in zip(case.lengths, case.new, strict=True)
+    ]
+    lengths, new = zip(*(own * seqs)[:seqs], strict=True)
+    lengths = tuple(shared + n for n in lengths)
+    return replace(case, lengths=lengths, new=new, window=0), shared
+
+
+def share(problem: Problem, blocks: int) -> None:
+    """Let every sequence begin with the first one's blocks."""
+    problem.tables[:, :blocks] = problem.tables[0, :blocks].clone()
+
+
+def attend_shared(kernels: ModuleType, problem: Problem, shared: int) -> Tensor:
+    out = torch.full(problem.q.shape, torch.nan, dtype=problem.q.dtype)
+    scale, _, softcap = problem.tail
+    kernels.cascade_attention(
+        out,
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.tables,
+        problem.starts,
+        problem.lengths,
+        shared,
+        scale,
+        softcap,
     )
     return out
 
@@ -244,6 +283,26 @@ def test_decode_ignores_its_neighbours() -> None:
             lengths=problem.lengths[s : s + 1],
         )
         assert torch.equal(decode(cpu, alone)[0], together[s])
+
+
+@given(cases(), st.integers(1, 4), st.integers(1, 3))
+@settings(max_examples=15)
+def test_spec_cascade_is_dense_softmax(case: Case, blocks: int, seqs: int) -> None:
+    case, shared = cascade(case, blocks, seqs)
+    problem = build(case)
+    share(problem, shared // case.block_size)
+    for s in range(1, seqs):  # whose beginning stands in the first one's blocks
+        problem.keys[s][:shared] = problem.keys[0][:shared]
+        problem.values[s][:shared] = problem.values[0][:shared]
+    out = attend_shared(spec, problem, shared)
+    torch.testing.assert_close(out, naive(case, problem), **CLOSE)
+
+
+def test_cascade_wants_what_is_shared_before_every_query() -> None:
+    problem = build(Case((9, 8), (2, 1), 4, 1, 1, 8, 0, 0.0, 3))
+    attend_shared(spec, problem, 7)
+    with pytest.raises(AssertionError):
+        attend_shared(spec, problem, 8)
 
 
 def test_empty_batch() -> None:
@@ -341,6 +400,143 @@ def test_write_kv(
         block, offset = divmod(slot, block_size)
         assert torch.equal(caches[0][0][block, :, offset], key[t])
         assert torch.equal(caches[0][1][block, :, offset], value[t])
+
+
+@given(copies=st.integers(0, 4), seed=st.integers(0, 99))
+@settings(max_examples=10)
+def test_spec_copy_blocks(copies: int, seed: int) -> None:
+    make = torch.Generator().manual_seed(seed)
+    k_cache, v_cache = torch.randn(2, 9, 2, 3, 4, generator=make)
+    sources, targets = torch.randperm(9, generator=make)[: 2 * copies].view(2, -1)
+    expected = k_cache.clone(), v_cache.clone()
+    for i, j in zip(sources.tolist(), targets.tolist(), strict=True):
+        expected[0][j], expected[1][j] = k_cache[i], v_cache[i]
+    spec.copy_blocks(k_cache, v_cache, sources, targets)
+    assert torch.equal(k_cache, expected[0]) and torch.equal(v_cache, expected[1])
+
+
+# ------------------------------------------------ mixtures of experts, and sampling
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4), seed=st.integers(0, 99)
+)
+@settings(max_examples=20)
+def test_spec_grouped_linear(sizes: list[int], seed: int) -> None:
+    x, weights, tokens, starts = experts(sizes, 6, 7, 5, seed)
+    out = torch.full((sum(sizes), 7), torch.nan)
+    spec.grouped_linear(out, x, weights, tokens, starts)
+    expert = [e for e, n in enumerate(sizes) for _ in range(n)]
+    for i, e in enumerate(expert):
+        torch.testing.assert_close(out[i], weights[e] @ x[tokens[i]], **CLOSE)
+
+
+def experts(
+    sizes: list[int], tokens: int, n: int, k: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, weights, tokens, starts) for experts that serve `sizes` rows each."""
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, k + 3, generator=make)[:, :k]  # row-strided
+    weights = torch.randn(len(sizes), n, k, generator=make)
+    chosen = torch.randint(0, tokens, (sum(sizes),), generator=make)
+    return x, weights, chosen, torch.tensor([0, *sizes]).cumsum(0)
+
+
+NUMBER = st.sampled_from([0.0, 0.1, 0.5, 1.3, 2.0])
+
+
+@st.composite
+def sampling_cases(draw: st.DrawFn, vocab: int = 40) -> tuple[SamplingParams, float]:
+    """One row's filters, and its random number."""
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+        top_k=draw(st.sampled_from([0, 0, 1, 2, 7, vocab - 1, vocab, 2 * vocab])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.1, 1e-6])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 0.7, 1.0])),
+    )
+    return params, draw(st.sampled_from([0.0, 0.2, 0.5, 0.77, 1 - 2**-53]))
+
+
+def logits_of(rows: int, vocab: int, seed: int) -> Tensor:
+    """Logits with many equal ones, zeros of both signs, and some that are ruled out."""
+    make = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=make).mul(4).round() / 2
+    logits[torch.rand(rows, vocab, generator=make) < 0.1] = -torch.inf
+    logits[torch.rand(rows, vocab, generator=make) < 0.1] = -0.0
+    logits[:, -1] = 0.0
+    return logits
+
+
+def sample_rows(
+    kernels: ModuleType, logits: Tensor, rows: list[tuple[SamplingParams, float]]
+) -> list[int]:
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(p, name) for p, _ in rows], dtype=dtype)
+
+    out = torch.full((len(rows),), -1)
+    kernels.sample(
+        out,
+        logits,
+        column("temperature", torch.float32),
+        column("top_k", torch.int32),
+        column("top_p", torch.float64),
+        column("min_p", torch.float32),
+        torch.tensor([u for _, u in rows], dtype=torch.float64),
+    )
+    return out.tolist()
+
+
+@given(st.lists(sampling_cases(), min_size=1, max_size=8), st.integers(0, 999))
+def test_spec_sample_is_the_samplers(
+    rows: list[tuple[SamplingParams, float]], seed: int
+) -> None:
+    logits = logits_of(len(rows), 40, seed)
+    found = sample_rows(spec, logits.clone(), rows)
+    for row, (params, u), token in zip(logits.numpy(), rows, found, strict=True):
+        if params.greedy:
+            assert token == row.argmax()
+            continue
+        ids, weights = survivors(row, float(row.max()), params)
+        i = pick(weights, u)
+        assert token == (i if ids is None else ids[i])
+
+
+def seen_tokens(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, counts, starts) of what each row has seen; some have seen nothing."""
+    make = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, vocab // 2, (rows,), generator=make)
+    sizes[torch.rand(rows, generator=make) < 0.2] = 0
+    ids = [torch.randperm(vocab, generator=make)[:n] for n in sizes.tolist()]
+    counts = torch.randint(0, 4, (int(sizes.sum()),), generator=make)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)))
+    return torch.cat(ids), counts, starts
+
+
+def penalties(rows: list[tuple[float, float, float]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's (repetition, frequency, presence) as columns."""
+    repetition, frequency, presence = torch.tensor(
+        rows, dtype=torch.float64
+    ).T.contiguous()
+    return repetition.float(), frequency, presence
+
+
+PENALTIES = st.tuples(NUMBER.map(lambda x: 1 + x), NUMBER, NUMBER.map(lambda x: -x))
+
+
+@given(st.lists(PENALTIES, min_size=1, max_size=6), st.integers(0, 999))
+def test_spec_penalize_is_the_samplers(
+    rows: list[tuple[float, float, float]], seed: int
+) -> None:
+    logits = logits_of(len(rows), 40, seed)
+    ids, counts, starts = seen_tokens(len(rows), 40, seed)
+    expected = logits.clone()
+    for r, (repetition, frequency, presence) in enumerate(rows):
+        mine = slice(*starts[r : r + 2].tolist())
+        seen = SimpleNamespace(ids=ids[mine].numpy(), counts=counts[mine].numpy())
+        penalize(expected[r].numpy(), seen, repetition)
+        discourage(expected[r].numpy(), seen, frequency, presence)
+    spec.penalize(logits, ids, counts, starts, *penalties(rows))
+    assert torch.equal(logits, expected)
 
 
 # -------------------------------------------------- norms, rotation and activations
@@ -536,13 +732,14 @@ def test_attention_stays_on_its_inputs_device() -> None:
 
 
 def test_same_signatures() -> None:
-    """Every kernel of the specification exists here, and no other."""
+    """Every kernel of the specification exists here, but those for GPUs alone."""
+    gpu = {"cascade_attention", "copy_blocks", "grouped_linear", "penalize", "sample"}
     names = {
         n.name
         for n in ast.parse((ROOT / "kernels/spec.py").read_text()).body
         if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")
     }
-    assert all(callable(getattr(cpu, name)) for name in names)
+    assert all(callable(getattr(cpu, name)) for name in names - gpu)
 
 
 def test_wrong_dtype_is_refused() -> None:

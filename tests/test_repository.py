@@ -348,7 +348,7 @@ def test_every_dependency_is_pinned() -> None:
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["test"], *extras["lab"]]
     pins = (ROOT / "constraints.txt").read_text("utf-8")
-    pinned = set(re.findall(r"^([\w.-]+)==", pins, re.MULTILINE))
+    pinned = set(re.findall(r"^([\w.-]+)[=>]=", pins, re.MULTILINE))
     names = {re.split(r"[<>=;\[ ]", w)[0].lower().replace("_", "-") for w in wanted}
     assert not names - pinned
 

@@ -11,8 +11,11 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 from pagedattn.bench.cli import add_bench
 from pagedattn.config import EngineArgs, add_flags, args_from
@@ -67,7 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve_flags(serve)
     serve.set_defaults(command=_serve)
     kernels = commands.add_parser(
-        "download-kernels", help="compile the CPU kernels into the user's cache now"
+        "download-kernels", help="compile the kernels into the user's cache now"
+    )
+    kernels.add_argument(
+        "--arch",
+        metavar="sm_90",
+        help="Triton's kernels for a GPU, which need not be here: sm_80, sm_90, sm_100",
     )
     kernels.set_defaults(command=_compile_kernels)
     add_bench(commands)
@@ -149,17 +157,52 @@ def banner(
 
 # Kernels.
 def _compile_kernels(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from pagedattn.kernels import cpu
 
-    with tqdm(desc="Kernels") as bar:
+    arch = args.arch or _arch_here()
+    if not args.arch:
+        with _progress("Kernels") as show:
+            cpu.compile_all(show)
+        print(f"kernels are in {cpu.cache_dir()}")
+    if arch:
+        with _progress(f"Kernels for {arch}") as show:
+            print(f"kernels are in {_compile_for(arch, show)}")
+    return 0
+
+
+def _arch_here() -> str | None:
+    """The architecture of this machine's GPU, if Triton is here to compile for it."""
+    import torch
+
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _compile_for(arch: str, show: Callable[[str, int, int], None]) -> Path:
+    """Compile Triton's kernels; the folder that they are in."""
+    if find_spec("triton") is None:
+        raise UserError("--arch needs Triton: pip install 'pagedattn[gpu]'.", "arch")
+    from pagedattn.kernels.gpu import launch, report
+
+    if arch not in report.SHARED:
+        known = ", ".join(report.SHARED)
+        raise UserError(f"--arch {arch}: unknown. There are: {known}.", "arch")
+    report.compile_all(arch, show)
+    return launch.cache_dir()
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, fed with (name, done, of)."""
+    from tqdm import tqdm
+
+    with tqdm(desc=title) as bar:
 
         def show(name: str, done: int, total: int) -> None:
             bar.total = total
             bar.set_postfix_str(name, refresh=False)
             bar.update(done - bar.n)
 
-        cpu.compile_all(show)
-    print(f"kernels are in {cpu.cache_dir()}")
-    return 0
+        yield show
