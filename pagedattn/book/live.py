@@ -8,6 +8,7 @@ import __future__ as future
 
 import inspect
 import linecache
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,18 +25,31 @@ def broken(function: Any, old: str, new: str) -> Iterator[None]:
 
     `old` must stand exactly once in its source; else ValueError, nothing changed.
     """
-    function = getattr(function, "fget", None) or getattr(
-        function, "__func__", function
-    )
+    function = _inside(function)
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(old) != 1:
         raise ValueError(f"{old!r} stands {source.count(old)} times in {function}.")
     whole = function.__code__
     function.__code__ = _compiled(source.replace(old, new), function)
+    _forget(function)
     try:
         yield
     finally:
         function.__code__ = whole
+        _forget(function)
+
+
+def _inside(function: Any) -> Any:
+    """The function in a property, a method or a Triton kernel; else itself."""
+    places = (getattr(function, name, None) for name in ("fget", "__func__", "fn"))
+    return next((found for found in places if found is not None), function)
+
+
+def _forget(function: Any) -> None:
+    """Triton's interpreter keeps a rewritten copy of each function: not of this one."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None:
+        interpreter.InterpretedFunction.rewritten_fn.pop(function, None)
 
 
 def _compiled(source: str, function: Any) -> CodeType:

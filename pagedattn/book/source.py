@@ -20,7 +20,8 @@ import pagedattn
 
 ROOT = Path(pagedattn.__file__).parents[1]
 
-# Where wrappers keep what they wrap: properties, methods, kernels, numba's functions.
+# Where wrappers keep what they wrap: properties, methods, kernels, functions of numba
+# and Triton.
 INSIDE = (
     "fget",
     "func",
@@ -30,6 +31,7 @@ INSIDE = (
     "py_func",
     "_defn",
     "_pyfunc",
+    "fn",
 )
 
 
