@@ -150,6 +150,9 @@ def sampling_calls(
     yield sampling.sample, (ids, logits, single, small, double, single, double)
 
 
+Job = tuple[Callable[..., None], Config, tuple[Any, ...]]
+
+
 # Compiling: a driver without a device, and a listener at the compiler's door.
 class NoDevice:
     """Stands in for CUDA's driver: it names an architecture, and can start nothing."""
@@ -191,25 +194,38 @@ def compiling_for(arch: str) -> Iterator[list[tuple[Any, dict[str, str]]]]:
             driver.set_active(before)
 
 
+def jobs(most: int | None = None) -> list[Job]:
+    """Every function in each of its configurations, or in the first `most` of them."""
+    return [
+        (function, config, args)
+        for model in MODELS
+        for function, args in calls(model)
+        for config in configs_of(function)[:most]
+    ]
+
+
+def configs_of(function: Callable[..., None]) -> tuple[Config, ...]:
+    """What a function may be compiled with: its list, or what all others use."""
+    return function.configs if isinstance(function, Tuned) else (Config(),)
+
+
 def compile_all(
-    arch: str, progress: Callable[[str, int, int], None] | None = None
+    arch: str,
+    progress: Callable[[str, int, int], None] | None = None,
+    most: int | None = None,
 ) -> list[Row]:
-    """Compile every kernel in every configuration; report (name, done, of).
+    """Compile every kernel in every configuration, or in `most` of each function's;
+    report (name, done, of).
 
     RuntimeError where the interpreter is on, which compiles nothing.
     """
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would not be compiled.")
-    jobs = [
-        (function, config, args)
-        for model in MODELS
-        for function, args in calls(model)
-        for config in (function.configs if isinstance(function, Tuned) else (Config(),))
-    ]
+    wanted = jobs(most)
     rows: list[Row] = []
-    for done, (function, config, args) in enumerate(jobs):
+    for done, (function, config, args) in enumerate(wanted):
         if progress:
-            progress(function.__name__, done, len(jobs))
+            progress(function.__name__, done, len(wanted))
         with compiling_for(arch) as found:
             if isinstance(function, Tuned):
                 function.body(config, *args)
@@ -217,7 +233,7 @@ def compile_all(
                 function(*args)
         rows += [row(config, arch, *one) for one in found]
     if progress:
-        progress("", len(jobs), len(jobs))
+        progress("", len(wanted), len(wanted))
     return rows
 
 
