@@ -17,7 +17,7 @@
 # The idea is in book/06_attention.ipynb.
 # One solution is kernels/spec.py itself.
 #
-# Made from kernels/spec.py by exercises/tools.py. Untouched: 7ee3d5156d57
+# Made from kernels/spec.py by exercises/tools.py. Untouched: 4dd567d2bc40
 
 """What every kernel computes, in a few lines of plain torch: the oracle.
 
@@ -200,3 +200,112 @@ def gelu_tanh_linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
     gate_up = x.new_empty(len(x), 2 * out.shape[1])
     linear(gate_up, x, panels)
     gelu_tanh_mul(out, gate_up)
+
+
+# For GPUs alone, for now: processors have no fast version of what follows.
+def cascade_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    shared: int,
+    scale: float,
+    softcap: float,
+) -> None:
+    """prefill_attention without a window, where all contexts begin alike.
+
+    Positions before `shared`, all of them before every query, stand in the same blocks
+    for all sequences: reading them once for all is what a fast version is for.
+    """
+    assert all((lengths - query_starts.diff() >= shared).tolist())
+    args = k_cache, v_cache, tables, query_starts, lengths, scale, 0, softcap
+    prefill_attention(out, q, *args)
+
+
+def copy_blocks(
+    k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor
+) -> None:
+    """k_cache[targets[i]] = k_cache[sources[i]], and v_cache's likewise, whole blocks.
+
+    sources, targets int64 [copies]; no target twice, and none that is a source.
+    """
+    k_cache[targets] = k_cache[sources]
+    v_cache[targets] = v_cache[sources]
+
+
+def grouped_linear(
+    out: Tensor, x: Tensor, weights: Tensor, sources: Tensor, starts: Tensor
+) -> None:
+    """out[i] = weights[e] x[sources[i]] for starts[e] <= i < starts[e + 1], every e.
+
+    x [tokens, K]; weights [experts, N, K]; out [rows, N]; sources int64 [rows]: the
+    token whose numbers a row takes, rows sorted by expert; starts int64 [experts + 1].
+    """
+    for e, weight in enumerate(weights):
+        start, end = starts[e : e + 2].tolist()
+        out[start:end] = x[sources[start:end]] @ weight.T
+
+
+def penalize(
+    logits: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """x / repetition where x > 0, else x repetition; then less frequency count, and
+    presence where count > 0: for the tokens that each row of logits [rows, V] has seen.
+
+    Row r has seen ids[i], all distinct, starts[r] <= i < starts[r + 1], and generated
+    it counts[i] times (int64 [entries]; starts int64 [rows + 1]). Logits and repetition
+    are float32, frequency and presence float64 [rows].
+    """
+    for r, row in enumerate(logits):
+        mine = slice(*starts[r : r + 2].tolist())
+        x, count = row[ids[mine]], counts[mine]
+        x = torch.where(x > 0, x / repetition[r], x * repetition[r])
+        drop = frequency[r] * count + presence[r] * (count > 0)
+        row[ids[mine]] = x - drop.float()
+
+
+def sample(
+    out: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> None:
+    """One token a row, out int64 [rows], from float32 logits [rows, V].
+
+    Where temperature is 0, the largest logit. Else tokens weigh
+    e^((x - largest) / temperature), and those stay that weigh min_p or more; of these
+    the top_k largest logits (0: all); of these the fewest largest weights which make
+    up top_p of their sum. The token is the first id whose running sum of weights
+    exceeds uniform times their sum. Of equal values the lower id comes first.
+    temperature, min_p float32 [rows]; top_p, uniform in [0, 1) float64; top_k int32.
+    Every row's largest logit is finite.
+    """
+    for r, row in enumerate(logits):
+        order = row.sort(descending=True, stable=True).indices
+        if temperature[r] == 0:
+            out[r] = order[0]
+            continue
+        ids = order[: int(top_k[r]) or None].sort().values
+        weights = ((row[ids] - row.max()) / temperature[r]).exp()
+        ids, weights = ids[weights >= min_p[r]], weights[weights >= min_p[r]]
+        if top_p[r] < 1:
+            order = weights.sort(descending=True, stable=True).indices
+            sums = weights[order].double().cumsum(0)
+            n = int((sums < top_p[r] * sums[-1]).sum()) + 1
+            kept = order[:n].sort().values
+            ids, weights = ids[kept], weights[kept]
+        sums = weights.double().cumsum(0)
+        last = int((sums < sums[-1]).sum())
+        out[r] = ids[min(int((sums <= uniform[r] * sums[-1]).sum()), last)]

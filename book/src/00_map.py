@@ -54,13 +54,14 @@
 # | [04 The prefix cache](04_prefix.ipynb) | how is finished work found again? |
 # | [05 The scheduler](05_scheduler.ipynb) | who computes what in the next step? |
 # | [06 Paged attention](06_attention.ipynb) | how are scattered blocks read? |
+# | [07 Triton kernels](07_triton.ipynb) | what can be known of a GPU without one? |
 # | [08 Sampling](08_sampling.ipynb) | how do scores become a token? |
 # | [09 Engine and server](09_engine.ipynb) | how do clients share one loop? |
 # | [15 Measure](15_measure.ipynb) | how fast is it, and how do you know? |
 # | [17 Reading vLLM](17_vllm.ipynb) | where is all this in vLLM? |
 #
 # In this order each chapter needs only those before it. 02 and 08 can be read at any
-# time; whoever is in a hurry reads 03, 04 and 05, which are the heart.
+# time, and 07 left out; whoever is in a hurry reads 03, 04 and 05, which are the heart.
 #
 # Numbers that are missing belong to chapters whose part of the engine is not built yet.
 # They come with it. The words are in the [glossary](glossary.md), and [one
@@ -525,7 +526,7 @@ for event in camera.recorder.events:
 # 7. **Layers that attend alike share a table**, and one pool serves all of them. (17)
 # 8. **Sampling is a pure function** of logits, seed and position. (08)
 # 9. **A specification beside each fast kernel**, with the same signature and the same
-#    variable names. (06)
+#    variable names. (06, 07)
 # 10. **Whatever the schedule, the same tokens.** `HashModel`, a model made of hashes,
 #     turns that into an exact test. (05)
 # 11. **Time travel.** Real events are recorded, and one trace becomes text, picture and

@@ -453,11 +453,11 @@ print(f"one stream: at most {1 / alone:.0f} tokens/s; knee at {knee(demo, cores)
 print(f"64 requests: at least {sum(work) / cores.flops:.0f} s of arithmetic")
 
 # %% [markdown]
-# So the engine comes near the bound alone, and reaches two thirds of it in a crowd. (The
-# memory of a shared machine gives more on one day than on another; measure yours with
-# `pagedattn bench ceilings`.) A CPU has little arithmetic for its memory, hence a knee at
-# 14 requests, and even so 64 requests at once are worth it: one after the other, at 36
-# tokens a second, the 5,843 output tokens alone would take 162 seconds.
+# So the engine comes near the bound alone, and reaches two thirds of it in a crowd.
+# (The memory of a shared machine gives more on one day than on another; measure yours
+# with `pagedattn bench ceilings`.) A CPU has little arithmetic for its memory, hence a
+# knee at 14 requests, and even so 64 requests at once are worth it: one after the
+# other, at 36 tokens a second, the 5,843 output tokens alone would take 162 seconds.
 
 # %% [markdown]
 # ## The product itself

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 06 · Paged attention
 #
-# [← 05 Scheduler](05_scheduler.ipynb) · [00 Map](00_map.ipynb) · [08 Sampling
-# →](08_sampling.ipynb)
+# [← 05 Scheduler](05_scheduler.ipynb) · [00 Map](00_map.ipynb) · [07 Triton kernels
+# →](07_triton.ipynb)
 #
 # Ann's conversation is fourteen words long. To choose the fifteenth, every layer of the
 # model compares one query with fourteen keys and adds up fourteen values. They lie in
@@ -310,8 +310,8 @@ for left, right in zip(full.tolist(), window.tolist(), strict=True):
 # AVX-512 does not run elsewhere. `compile_all` is what `make setup` calls, with a
 # progress bar: nothing then compiles while a user waits. numba wants numpy arrays, and
 # to make one over a tensor's memory takes a microsecond, eight for some calls, two
-# hundred calls a step. So the decoder makes them once, with `native` (the specification's
-# leaves tensors as they are).
+# hundred calls a step. So the decoder makes them once, with `native` (the
+# specification's leaves tensors as they are).
 
 # %%
 show(cpu.cache_dir, cpu.Kernel, cpu.kernel, cpu.compile_all)
@@ -389,9 +389,9 @@ show(cpu.scale_queries, cpu.scores, cpu.place, cpu.fetch)
 # `score_tiles` computes three heads × four tokens at a time, as we shall see under
 # registers, and before each tile asks for as much of the next block with `fetch`. All
 # of that block at once would be more requests than a core keeps under way, and the
-# multiplications would wait for the last of them: a tile's worth at a time took 12 to 25
-# % off (LOG). A tile may run over unused slots at the end of a block, and what it finds
-# there lands in columns that nobody reads; it may not run over the block's end.
+# multiplications would wait for the last of them: a tile's worth at a time took 12 to
+# 25 % off (LOG). A tile may run over unused slots at the end of a block, and what it
+# finds there lands in columns that nobody reads; it may not run over the block's end.
 # Leftovers, and heads whose length is not a multiple of 8, go through `dot`.
 # `softmax_part` is safe softmax over one chunk: maximum, then weights and their sum,
 # with the soft cap before. Within a chunk two passes are fine, because 256 scores stay
@@ -494,10 +494,11 @@ show(tiles._dot_tile, tiles._across, tiles._fold)
 # The vocabulary below them: `_vector_at` is the address of eight numbers, `_sum_from` a
 # register that starts at zero or at what is there, `_multiply_add` one fused
 # instruction, `_spread` one number in all lanes, `_prefetch` the request for a cache
-# line. `_tile` gives a tile its arguments and `_data` finds the arrays' memory. `_function` makes each tile a function
-# that is never inlined and is optimised for size, not speed. That is no mistake:
-# optimised for speed, LLVM unrolls the loop, moves the copies' loads together, and runs
-# out of registers. A 3 × 32 tile lost 11 of its 12 sums that way (LOG).
+# line. `_tile` gives a tile its arguments and `_data` finds the arrays' memory.
+# `_function` makes each tile a function that is never inlined and is optimised for
+# size, not speed. That is no mistake: optimised for speed, LLVM unrolls the loop, moves
+# the copies' loads together, and runs out of registers. A 3 × 32 tile lost 11 of its 12
+# sums that way (LOG).
 
 # %%
 show(tiles._vector_at, tiles._sum_from, tiles._multiply_add, tiles._spread)
@@ -506,11 +507,11 @@ show(tiles._tile, tiles._data, tiles._function)
 
 # %% [markdown]
 # Tiles have fixed sizes, so `product_tile`, `stream_tile`, `wide_tile` and `dot_tiles`
-# choose by the number of rows. Four more functions tell LLVM what Python cannot say. `stretch` is a
-# piece of flat memory whose indices need no test for being negative; with rows as
-# stretches, 512 norms fell from 479 to 63 µs (LOG, "Small kernels"). `prefetch` asks
-# for a cache line. `take_ticket` is the atomic counter. `power_of_two` writes a float's
-# exponent field, the last step of chapter 01's exponential.
+# choose by the number of rows. Four more functions tell LLVM what Python cannot say.
+# `stretch` is a piece of flat memory whose indices need no test for being negative;
+# with rows as stretches, 512 norms fell from 479 to 63 µs (LOG, "Small kernels").
+# `prefetch` asks for a cache line. `take_ticket` is the atomic counter. `power_of_two`
+# writes a float's exponent field, the last step of chapter 01's exponential.
 
 # %%
 show(tiles.product_tile, tiles.stream_tile, tiles.wide_tile, tiles.dot_tiles)
@@ -722,5 +723,5 @@ with broken(spec.prefill_attention, "(j > p - window)", "(j >= p - window)"):
 # attention, cross attention, tree masks for drafts, and attention both ways between the
 # tokens of an image.
 #
-# Next: [08 Sampling](08_sampling.ipynb), from the scores over a vocabulary to one
-# token.
+# Next: [07 Triton kernels](07_triton.ipynb), the same functions for a GPU, and what can
+# be known of them without one.

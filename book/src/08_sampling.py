@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 08 · Sampling
 #
-# [← 06 Attention](06_attention.ipynb) · [09 Engine and server →](09_engine.ipynb)
+# [← 07 Triton kernels](07_triton.ipynb) · [09 Engine and server →](09_engine.ipynb)
 #
 # ## One seed, nine different words
 #

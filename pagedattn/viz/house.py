@@ -39,7 +39,7 @@ FLOORS = (
         "data plane",
         "tensors, no policy",
         (
-            ("kernels", "hot loops: spec and numba"),
+            ("kernels", "hot loops: spec, numba, Triton"),
             ("model", "batch, decoder, loaders"),
             ("sampling", "from logits to a token"),
             ("runner", "runs a plan"),
