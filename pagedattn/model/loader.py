@@ -174,7 +174,7 @@ def build(
     weights: Weights,
     kernels: ModuleType,
     max_model_len: int,
-    threads: int,
+    threads: int = 1,
 ) -> Decoder:
     """The decoder that `config` describes, so many layers made at a time."""
     return _Builder(config, weights, kernels, max_model_len, threads).decoder()
