@@ -28,6 +28,7 @@ from pagedattn.kernels import cpu
 from pagedattn.kernels.threads import openmp_path
 from pagedattn.metrics import Metrics
 from pagedattn.model import loader, source
+from pagedattn.model.cores import cores_for
 from pagedattn.model.decoder import Decoder, ModelSpec
 from pagedattn.model.gguf import read_metadata
 from pagedattn.model.linear import linear_backend, measured_knee
@@ -47,7 +48,8 @@ SHORT_TURN = 0.0003  # seconds that a thread keeps the interpreter while others 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """An engine and what surrounds it. `facts` are for the banner and the metrics."""
+    """An engine and what surrounds it. `facts` are for the banner and the metrics;
+    whoever steps the engine binds its threads to `cores` first, where there are any."""
 
     engine: Engine
     args: EngineArgs
@@ -56,6 +58,7 @@ class Assembled:
     chat_template: ChatTemplate | None
     sampling_defaults: dict[str, Any]
     facts: dict[str, str]
+    cores: Sequence[int] = ()
 
 
 def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
@@ -66,6 +69,7 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
     threads = use_threads(args.num_threads)
+    cores = cores_for(threads) if args.pin_threads else ()
     defaults = loader.generation_config(found)
     sampling = sampling_defaults(args, defaults)
     with _loading(), ThreadPoolExecutor(1) as other_core:
@@ -93,6 +97,7 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
         ChatTemplate(template) if template else None,
         sampling,
         facts,
+        cores,
     )
 
 
