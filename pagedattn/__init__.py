@@ -4,6 +4,7 @@ The front door: the names a caller needs, and nothing else. Importing it loads n
 torch; `LLM` and its kin bring the engine in when they are first asked for.
 """
 
+import gc
 import os
 from importlib import import_module
 from typing import Any
@@ -45,7 +46,13 @@ _ENGINE = {
 def __getattr__(name: str) -> Any:
     if name not in _ENGINE:
         raise AttributeError(f"module 'pagedattn' has no attribute {name!r}")
-    return getattr(import_module(_ENGINE[name]), name)
+    collects = gc.isenabled()
+    gc.disable()  # torch is half a million objects that stay, and no garbage
+    try:
+        return getattr(import_module(_ENGINE[name]), name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

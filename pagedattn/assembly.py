@@ -7,6 +7,8 @@ and the KV pool takes its share of what memory is left after them. Built in chap
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +28,8 @@ from pagedattn.kernels import cpu
 from pagedattn.kernels.threads import openmp_path
 from pagedattn.metrics import Metrics
 from pagedattn.model import loader, source
-from pagedattn.model.decoder import ModelSpec
+from pagedattn.model.cores import cores_for
+from pagedattn.model.decoder import Decoder, ModelSpec
 from pagedattn.model.gguf import read_metadata
 from pagedattn.model.linear import linear_backend, measured_knee
 from pagedattn.model.source import Source
@@ -40,11 +43,13 @@ from pagedattn.text.tokenizer import Tokenizer
 FLOAT_BYTES = 4
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Progress = Callable[[int, int], None]
+SHORT_TURN = 0.0003  # seconds that a thread keeps the interpreter while others wait
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """An engine and what surrounds it. `facts` are for the banner and the metrics."""
+    """An engine and what surrounds it. `facts` are for the banner and the metrics;
+    whoever steps the engine binds its threads to `cores` first, where there are any."""
 
     engine: Engine
     args: EngineArgs
@@ -53,23 +58,26 @@ class Assembled:
     chat_template: ChatTemplate | None
     sampling_defaults: dict[str, Any]
     facts: dict[str, str]
+    cores: Sequence[int] = ()
 
 
 def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     """Build everything that `args` asks for; UserError if it can't be done."""
     found = source.resolve(args.model, args.revision)
+    words = source.resolve(args.tokenizer) if args.tokenizer else found
     spec = loader.model_spec(found)
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
     threads = use_threads(args.num_threads)
-    with ThreadPoolExecutor(1) as other_core:  # reading weights keeps one core busy
-        kernels = other_core.submit(_load_kernels, show_progress)
-        tokenizer = load_tokenizer(found, args)
-        defaults = loader.generation_config(found)
-        sampling = sampling_defaults(args, defaults)
-        with _bar("Weights", show_progress) as progress:
-            model = loader.load(found, cpu, args.max_model_len, progress)
-        kernels.result()
+    cores = cores_for(threads) if args.pin_threads else ()
+    defaults = loader.generation_config(found)
+    sampling = sampling_defaults(args, defaults)
+    with _loading(), ThreadPoolExecutor(1) as other_core:
+        # Weights leave the interpreter free, which tokenizer and kernels need.
+        weights = other_core.submit(_load_weights, found, args, show_progress)
+        tokenizer = load_tokenizer(words)
+        _load_kernels(show_progress)
+        model = weights.result()
     config, scheduler = _plan_cache(args, spec, groups, measured_knee())
     runner = Runner(model, groups, config.block_size, _new_cache(config, spec))
     name = (args.served_model_name or [found.name])[0]
@@ -89,7 +97,32 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
         ChatTemplate(template) if template else None,
         sampling,
         facts,
+        cores,
     )
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Set the interpreter for making what stays, in two threads.
+
+    The collector would look through a million new objects again and again and find no
+    garbage, 0.4 s of a start. Threads that pass the interpreter to and fro wait for
+    the other's turn each time, 5 ms by default.
+    """
+    collects, turn = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
+    sys.setswitchinterval(SHORT_TURN)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(turn)
+        if collects:
+            gc.enable()
+
+
+def _load_weights(found: Source, args: EngineArgs, show_progress: bool) -> Decoder:
+    with _bar("Weights", show_progress) as progress:
+        return loader.load(found, cpu, args.max_model_len, progress)
 
 
 def _load_kernels(show_progress: bool) -> None:
@@ -97,10 +130,8 @@ def _load_kernels(show_progress: bool) -> None:
         cpu.compile_all(lambda name, done, total: progress(done, total))
 
 
-def load_tokenizer(found: Source, args: EngineArgs) -> Tokenizer:
-    """The tokenizer that came with the model, or the one that `args` names."""
-    if args.tokenizer is not None:
-        found = source.resolve(args.tokenizer)
+def load_tokenizer(found: Source) -> Tokenizer:
+    """The tokenizer that lies in a folder or a GGUF file."""
     if found.kind == "gguf":
         return Tokenizer.from_gguf(read_metadata(found.path))
     return read_tokenizer(found.path)

@@ -21,6 +21,7 @@ from pagedattn.config import EngineArgs, EngineConfig
 from pagedattn.errors import EngineDead
 from pagedattn.intake import Ask, Prompt
 from pagedattn.metrics import Metrics
+from pagedattn.model.cores import pin_threads
 from pagedattn.request import RequestOutput, SamplingParams
 from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
@@ -232,6 +233,7 @@ class AsyncEngine:
     # The step loop, the only thread that touches the engine.
     def _loop(self) -> None:
         try:
+            pin_threads(self.parts.cores)
             while self._take_messages():
                 if self._engine.has_unfinished_requests():
                     for output in self._engine.step():

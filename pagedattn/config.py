@@ -85,8 +85,9 @@ class EngineArgs:
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "order of waiting requests; priority: smaller numbers first",
-        choices=("fcfs", "priority"),
+        "order of waiting requests; priority: smaller numbers first; lpm: of the first "
+        "16 the longest cached prefix, nobody passed by more than 32 that came later",
+        choices=("fcfs", "priority", "lpm"),
     )
     max_logprobs: int = setting(20, "most log-probabilities a request may ask; -1: all")
     generation_config: str = setting(
@@ -99,6 +100,9 @@ class EngineArgs:
     )
     num_threads: int | None = setting(
         None, "threads of one step; nothing: the physical cores"
+    )
+    pin_threads: bool = setting(
+        False, "bind each of these threads to a physical core of its own (Linux)"
     )
     disable_log_stats: bool = setting(False, "no line of statistics every 10 s")
 

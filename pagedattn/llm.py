@@ -18,6 +18,7 @@ from pagedattn.config import EngineArgs
 from pagedattn.engine import Engine
 from pagedattn.errors import UserError
 from pagedattn.intake import Ask, Prompt
+from pagedattn.model.cores import pin_threads
 from pagedattn.request import RequestOutput, RequestOutputKind, SamplingParams
 from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class LLM:
         except TypeError as error:
             raise UserError(f"LLM: {error}") from None
         parts = assemble(args)
+        pin_threads(parts.cores)
         self.llm_engine: Engine = parts.engine
         self.model_name = parts.model_name
         self.chat_template: ChatTemplate | None = parts.chat_template

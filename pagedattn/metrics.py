@@ -192,10 +192,13 @@ class Metrics:
         self._totals.prompt += hit_tokens
         self._recent.append((queried_tokens, hit_tokens))
 
-    def on_tokens(self, count: int, gap: float | None, first: float | None) -> None:
-        """A request received `count` tokens, `gap` s after the last or `first` s in."""
+    def on_tokens(self, count: int) -> None:
+        """A step generated `count` tokens."""
         self._count("generation_tokens", count)
         self._totals.generated += count
+
+    def on_gap(self, gap: float | None, first: float | None) -> None:
+        """A request received tokens, `gap` s after the last or `first` s in."""
         if gap is not None:
             self._seconds["inter_token_latency_seconds"].observe(gap)
         if first is not None:

@@ -159,8 +159,8 @@ class Answer:
 
     def output(self) -> RequestOutput | None:
         """What the caller is due now; None where nothing is due yet."""
-        kind = self.params.output_kind
-        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+        kind, finished = self.params.output_kind, self.finished
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         delta = kind is RequestOutputKind.DELTA
         which = sorted(self.changed) if delta else range(len(self.sequences))
@@ -172,7 +172,7 @@ class Answer:
             prompt_token_ids=self.ask.prompt_ids,
             prompt_logprobs=None if delta and shown else self._prompt_logprobs(),
             outputs=[self.sequences[i].output(delta) for i in which],
-            finished=self.finished,
+            finished=finished,
             num_cached_tokens=self.ask.requests[0].cached,
             metrics=self.times,
         )
@@ -222,15 +222,17 @@ class Outputs:
         """What callers are due after these updates, and the ids of requests in which
         a stop string completed: the scheduler must end those."""
         touched: dict[str, Answer] = {}
-        stopped = []
+        stopped, tokens = [], 0
         for update in updates:
             if update.request.id not in self._of_request:
                 continue
             answer, i = self._of_request[update.request.id]
+            tokens += len(update.tokens)
             if self._take(answer, i, update, now):
                 stopped.append(update.request.id)
             if i in answer.changed:
                 touched[answer.ask.id] = answer
+        self.metrics.on_tokens(tokens)
         return self._due(touched.values(), now), stopped
 
     def _take(self, answer: Answer, i: int, update: Update, now: float) -> bool:
@@ -239,16 +241,16 @@ class Outputs:
             answer.prompt_scores[position] = scores_from(data, self.tokenizer)
         matched = sequence.add(update)
         if update.tokens:
-            self._clock(answer, i, len(update.tokens), now)
+            self._clock(answer, i, now)
         if update.tokens or sequence.finish_reason is not None:
             answer.changed.add(i)
         return matched
 
-    def _clock(self, answer: Answer, i: int, tokens: int, now: float) -> None:
+    def _clock(self, answer: Answer, i: int, now: float) -> None:
         last = answer.last_seen.get(i)
         answer.last_seen[i] = now
         first = now - answer.times.arrival if last is None else None
-        self.metrics.on_tokens(tokens, None if last is None else now - last, first)
+        self.metrics.on_gap(None if last is None else now - last, first)
         answer.times.last_token = now
         if answer.times.first_token is None:
             answer.times.first_token = now

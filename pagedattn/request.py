@@ -278,6 +278,7 @@ class Request:
     computed: int = 0
     pending: int = 0
     epoch: int = 0  # new at each start, so that stale results are recognised
+    passed: int = 0  # admissions, while it waits, of requests that came later
     cached: int | None = None  # prompt tokens found in the cache at first admission
     finish_reason: str | None = None
     stop_reason: int | str | None = None

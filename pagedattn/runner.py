@@ -85,17 +85,17 @@ class Runner:
         batch = make_batch(items, known, self.block_size, self._rows)
         hidden = self.model.forward(batch, self.caches)
         samples = self._sample(items, hidden[batch.rows])
+        starts = batch.query_starts.tolist()
         results: list[Result] = [Result()] * len(items)
         for s, (i, item) in enumerate(zip(order, items, strict=True)):
-            begin, end = batch.query_starts[s : s + 2].tolist()
-            results[i] = self._result(item, hidden[begin:end], samples)
+            scores = self._score_prompt(item, hidden, starts[s])
+            results[i] = _result(samples.get(item.request_id), scores)
         return results
 
     # What the runner remembers between plans: the tokens and wishes of each request.
     def _follow(self, plan: Plan) -> None:
         for request_id in plan.drops:
             self._states.pop(request_id, None)
-            self._rows.forget(request_id)
         for start in plan.starts:
             self._states[start.request_id] = self._state(start)
 
@@ -113,7 +113,7 @@ class Runner:
 
     def _known(self, item: Item) -> Sequence[int]:
         """The item's token ids; what an earlier plan sampled is known by now."""
-        if all(isinstance(token, int) for token in item.tokens):
+        if isinstance(item.tokens[-1], int):  # those still unknown stand last
             return item.tokens
         state = self._states[item.request_id]
         at = item.start - len(state.prompt_ids)
@@ -131,15 +131,11 @@ class Runner:
                 state.append(chosen.token)
         return dict(zip(ids, samples, strict=True))
 
-    def _result(self, item: Item, hidden: Tensor, samples: dict[str, Sample]) -> Result:
-        scores = self._score_prompt(item, hidden)
-        chosen = samples.get(item.request_id)
-        if chosen is None:
-            return Result(prompt_logprobs=scores)
-        return Result(chosen.token, chosen.logprobs, scores, chosen.error)
-
-    def _score_prompt(self, item: Item, hidden: Tensor) -> tuple[tuple[int, Any], ...]:
-        """(position, log-probabilities) of the prompt tokens that follow the item's."""
+    def _score_prompt(
+        self, item: Item, hidden: Tensor, begin: int
+    ) -> tuple[tuple[int, Any], ...]:
+        """(position, log-probabilities) of the prompt tokens that follow the item's,
+        whose hidden states are the batch's from `begin` on."""
         state = self._states[item.request_id]
         n = state.params.prompt_logprobs
         if n is None:
@@ -150,6 +146,13 @@ class Runner:
         scores: list[Any] = []
         for i in range(0, len(targets), SCORED_ROWS):
             some = targets[i : i + SCORED_ROWS]
-            logits = self.model.logits(hidden[i : i + len(some)])
+            rows = hidden[begin + i : begin + i + len(some)]
+            logits = self.model.logits(rows)
             scores += prompt_logprobs(logits, some, n)
         return tuple(enumerate(scores, first))
+
+
+def _result(chosen: Sample | None, scores: tuple[tuple[int, Any], ...]) -> Result:
+    if chosen is None:
+        return Result(prompt_logprobs=scores)
+    return Result(chosen.token, chosen.logprobs, scores, chosen.error)

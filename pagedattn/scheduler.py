@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from pagedattn.cache.blocks import Block, BlockPool
@@ -20,6 +21,9 @@ from pagedattn.cache.tables import LayerGroup, Tables
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
 from pagedattn.trace import Emit, silence
+
+LOOK_AHEAD = 16  # lpm: how many of the line are compared, however long it is
+PATIENCE = 32  # lpm: admissions that may go before one that came earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +38,15 @@ class Sampled:
 class Item:
     """One request's part of a plan: compute `tokens`, the first at position `start`.
 
-    `tables` holds one tuple of block ids for each layer group. If `samples`, the last
-    token's logits choose the next token.
+    `tables` holds one sequence of block ids for each layer group. If `samples`, the
+    last token's logits choose the next token.
     """
 
     request_id: str
     epoch: int
     start: int
     tokens: tuple[int | Sampled, ...]
-    tables: tuple[tuple[int, ...], ...]
+    tables: tuple[Sequence[int], ...]
     samples: bool
 
 
@@ -115,7 +119,8 @@ class Scheduler:
     """Owns every live request from `add` to its end, and their blocks in between.
 
     Waiting and running requests are sorted by importance: order of arrival, or under
-    the priority policy (priority, arrival), smaller first. Preempted requests so come
+    the priority policy (priority, arrival), smaller first; under lpm those with a long
+    cached prefix may pass others in the line. Preempted requests so come
     back at the head of the line, and the last running one is the one to preempt.
     """
 
@@ -221,14 +226,38 @@ class Scheduler:
 
     def _plan_waiting(self, draft: _Draft) -> None:
         # Then the line: the first that can't be admitted holds up those behind it.
-        while self.waiting and draft.budget:
-            if not self._admit(self.waiting[0], draft):
+        while self.waiting and draft.budget and not self._full():
+            place = self._next_in_line()
+            if not self._admit(self.waiting[place], draft):
                 break
+            for request in islice(self.waiting, place):
+                request.passed += 1
+
+    def _next_in_line(self) -> int:
+        """Whose turn it is: the head's; under lpm, of the first few, that of the one
+        with the longest cached prefix.
+
+        The prefix that a running request computes counts as far as it is planned.
+        Nobody passes a request that PATIENCE admissions have passed before.
+        """
+        if self.config.policy != "lpm":
+            return 0
+        best, longest = 0, -1
+        for place, request in enumerate(islice(self.waiting, LOOK_AHEAD)):
+            found = self._lookup(request).tokens
+            if found > longest:
+                best, longest = place, found
+            if request.passed >= PATIENCE:
+                break
+        return best
+
+    def _full(self) -> bool:
+        return len(self.running) >= self.config.max_num_seqs
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Move a waiting request to running; False, changing nothing, if the budget,
         the pool or the number of sequences does not allow it now."""
-        if len(self.running) >= self.config.max_num_seqs:
+        if self._full():
             return False
         hits = self._lookup(request)
         behind = request.num_tokens - hits.tokens
@@ -240,7 +269,7 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         insort(self.running, request, key=self._key)
-        request.computed = hits.tokens
+        request.computed, request.passed = hits.tokens, 0
         if request.cached is None:
             request.cached = hits.tokens
             self._admitted.append(request)
@@ -453,6 +482,7 @@ class Scheduler:
 _ORDERS: dict[str, Callable[[Request], tuple[int, ...]]] = {
     "fcfs": lambda request: (request.arrival,),
     "priority": lambda request: (request.priority, request.arrival),
+    "lpm": lambda request: (request.arrival,),
 }
 
 

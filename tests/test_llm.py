@@ -3,14 +3,17 @@
 The model is random, so baselines come first: run greedy, then cut what is needed out
 of the text that came."""
 
+import gc
 import json
 import random
+import sys
 
 import pytest
 
 from pagedattn import LLM, EngineArgs, SamplingParams
 from pagedattn.assembly import assemble, fit_length, sampling_defaults
 from pagedattn.errors import UserError
+from pagedattn.model import loader
 from pagedattn.testing import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -206,6 +209,28 @@ def test_every_known_end_of_text_ends(folder):
         assert again.engine.intake.eos_ids == {257, 259}  # 257: the tokenizer's
     finally:
         make_tiny_model(folder)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_start_leaves_the_interpreter_as_it_was(folder, monkeypatch, collects):
+    """Whether it ends well or not: the collector, and whose turn is how long."""
+    (gc.enable if collects else gc.disable)()
+    before = gc.isenabled(), sys.getswitchinterval()
+    try:
+        assemble(EngineArgs(str(folder)))
+        assert (gc.isenabled(), sys.getswitchinterval()) == before
+        monkeypatch.setattr(loader, "load", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            assemble(EngineArgs(str(folder)))
+        assert (gc.isenabled(), sys.getswitchinterval()) == before
+    finally:
+        gc.enable()
+
+
+def test_an_unknown_tokenizer_is_refused_before_weights_are_read(folder, monkeypatch):
+    monkeypatch.setattr(loader, "load", lambda *_: pytest.fail("read"))
+    with pytest.raises(UserError, match="no such file or folder"):
+        assemble(EngineArgs(str(folder), tokenizer="./nowhere"))
 
 
 # Sizes and settings.

@@ -56,8 +56,10 @@ def test_labels_name_model_and_engine(metrics: Metrics) -> None:
 def test_counts_add_up(metrics: Metrics) -> None:
     metrics.on_admitted(24, 16)
     metrics.on_step(10, 8, 1)
-    metrics.on_tokens(1, None, 0.03)
-    metrics.on_tokens(2, 0.02, None)
+    metrics.on_tokens(1)
+    metrics.on_gap(None, 0.03)
+    metrics.on_tokens(2)
+    metrics.on_gap(0.02, None)
     metrics.on_state(3, 2, 0.5)
     found = samples(metrics)
     assert found["vllm:prefix_cache_queries_total", ""] == 24
@@ -112,7 +114,8 @@ def test_one_token_has_no_time_per_output_token(metrics: Metrics) -> None:
 
 
 def test_snapshot_reads_like_vllm(metrics: Metrics) -> None:
-    metrics.on_tokens(3, None, 0.5)
+    metrics.on_tokens(3)
+    metrics.on_gap(None, 0.5)
     metrics.on_state(1, 0, 0.25)
     by_name = {m.name: m for m in metrics.snapshot() if len(m.labels) == 2}
     labels = {"model_name": "toy", "engine": "0"}
@@ -131,7 +134,7 @@ def test_snapshot_reads_like_vllm(metrics: Metrics) -> None:
 
 def test_registries_are_separate() -> None:
     one, two = Metrics("a", 10, {}), Metrics("b", 10, {})
-    one.on_tokens(5, None, None)
+    one.on_tokens(5)
     assert samples(two)["vllm:generation_tokens_total", ""] == 0
 
 
@@ -139,7 +142,8 @@ def test_the_log_line_covers_the_interval(metrics: Metrics) -> None:
     assert metrics.line(10.0) is None
     metrics.on_admitted(40, 10)
     metrics.on_step(30, 30, 0)
-    metrics.on_tokens(20, None, 0.1)
+    metrics.on_tokens(20)
+    metrics.on_gap(None, 0.1)
     metrics.on_state(1, 2, 0.125)
     assert metrics.line(10.0) == (
         "prompt 4.0 tokens/s, generation 2.0 tokens/s, running 1, waiting 2, "

@@ -35,7 +35,7 @@ class Schedules(RuleBasedStateMachine):
         num_blocks=st.integers(9, 20),
         budget=st.integers(1, 14),
         max_num_seqs=st.integers(1, 5),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "lpm"]),
         prefix_caching=st.sampled_from([True, True, False]),
         long_prefill=st.sampled_from([0, 0, 3]),
         chunked=st.sampled_from([True, True, False]),

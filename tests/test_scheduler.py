@@ -3,11 +3,20 @@ says. A stand-in for the model says any token, so nothing here needs torch; that
 tokens come out right is shown with an exact model in `test_schedule_states`."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagedattn.cache.tables import group_layers
 from pagedattn.config import EngineConfig
 from pagedattn.request import Request, SamplingParams
-from pagedattn.scheduler import Result, Sampled, Scheduler, Update
+from pagedattn.scheduler import (
+    LOOK_AHEAD,
+    PATIENCE,
+    Result,
+    Sampled,
+    Scheduler,
+    Update,
+)
 
 
 def make(windows=(0,), **config):
@@ -548,6 +557,114 @@ def test_one_plan_hits_what_it_fills_itself():
     assert plan.num_tokens == 10
     shared = [item.tables[0][:2] for item in plan.items]
     assert shared[0] == shared[1]
+
+
+@given(st.integers(4, 40), st.integers(2, 6), st.integers(1, 30), st.integers(1, 5))
+def test_a_common_prefix_is_computed_once_whatever_the_budget(
+    prefix, sharers, budget, block_size
+):
+    """Also where it is longer than the budget: then the first computes it alone."""
+    scheduler = make(
+        max_num_batched_tokens=budget, num_blocks=400, block_size=block_size
+    )
+    for i in range(sharers):
+        add(scheduler, "abcdef"[i], [*range(prefix), 500 + i], max_tokens=1)
+    computed = sum(sum(plan.values()) for plan in drain(scheduler))
+    own = prefix % block_size + 1  # whole blocks are shared, the last token never
+    assert computed <= prefix - prefix % block_size + sharers * own
+
+
+# Longest prefix first.
+def lpm(**config):
+    return make(**{"policy": "lpm", "num_blocks": 400, **config})
+
+
+def admissions(scheduler):
+    """Names in the order of their admission, and the tokens computed for all."""
+    order, computed = [], 0
+    while scheduler.has_requests():
+        plan = scheduler.plan()
+        order += [start.request_id for start in plan.starts]
+        computed += plan.num_tokens
+        scheduler.commit(plan, results(plan))
+        scheduler.check()
+    return order, computed
+
+
+def test_a_cached_prefix_goes_first():
+    scheduler = lpm(max_num_seqs=1, max_num_batched_tokens=40)
+    add(scheduler, "a", [*range(12), 1], max_tokens=1)
+    add(scheduler, "b", 13, max_tokens=1)
+    add(scheduler, "c", [*range(12), 2], max_tokens=1)
+    add(scheduler, "d", [*range(8), 3], max_tokens=1)
+    assert admissions(scheduler)[0] == ["a", "c", "d", "b"]
+
+
+def test_a_prefix_that_is_being_computed_counts_as_far_as_it_is_planned():
+    scheduler = lpm(max_num_batched_tokens=40, long_prefill=8)
+    add(scheduler, "a", [*range(12), 1], max_tokens=1)
+    add(scheduler, "b", 5, max_tokens=1)
+    add(scheduler, "c", [*range(8), 2], max_tokens=1)
+    assert list(sizes(scheduler.plan())) == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize("others", [PATIENCE - 1, PATIENCE, 3 * PATIENCE])
+def test_nobody_is_passed_by_more_than_patience_allows(others):
+    scheduler = lpm(max_num_seqs=1, max_num_batched_tokens=40)
+    add(scheduler, "a", [*range(8), 1], max_tokens=1)
+    step(scheduler)
+    late = add(scheduler, "z", 9, max_tokens=1)
+    for i in range(others):
+        add(scheduler, f"{i}", [*range(8), 20 + i], max_tokens=1)
+    order, _ = admissions(scheduler)
+    assert order.index("z") == min(others, PATIENCE) and late.passed == 0
+
+
+def test_few_of_a_long_line_are_looked_at():
+    scheduler = lpm(max_num_seqs=1, max_num_batched_tokens=40)
+    for i in range(200):
+        add(scheduler, chr(200 + i), 9 + i % 7, max_tokens=1)
+    looked = []
+    lookup = scheduler.tables.lookup
+    scheduler.tables.lookup = lambda request: looked.append(request) or lookup(request)
+    step(scheduler)
+    assert len(looked) == LOOK_AHEAD + 1  # and once more to admit
+    add(scheduler, "x", 9, max_tokens=9)
+    looked.clear()
+    step(scheduler)
+    step(scheduler)
+    assert len(looked) <= 2 * (LOOK_AHEAD + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    prefix=st.integers(1, 6),
+    own=st.integers(1, 5),
+    seqs=st.integers(1, 4),
+    room=st.integers(0, 20),
+)
+def test_groups_of_one_prefix_cost_no_more_than_in_order_of_arrival(
+    groups, prefix, own, seqs, room
+):
+    """Whatever the pool keeps; and nobody is passed by more than PATIENCE."""
+    costs = {}
+    for policy in ("fcfs", "lpm"):
+        scheduler = make(
+            policy=policy,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=200,
+            num_blocks=2 + seqs * (prefix + 3) + room,
+        )
+        for i, group in enumerate(groups):
+            shared = [100 * group + j for j in range(4 * prefix)]
+            name = f"{i % 10}{i}"
+            add(scheduler, name, [*shared, *[1000 + i] * own], max_tokens=2)
+        order, costs[policy] = admissions(scheduler)
+        for place, name in enumerate(order):
+            later = [n for n in order[:place] if int(n[1:]) > int(name[1:])]
+            assert len(later) <= (PATIENCE if policy == "lpm" else 0)
+    assert costs["lpm"] <= costs["fcfs"]
 
 
 def test_what_lies_behind_the_window_is_released_as_it_runs():

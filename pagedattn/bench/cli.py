@@ -331,7 +331,7 @@ def _tokenizer(name: str | None) -> Any:
     from pagedattn.assembly import load_tokenizer
     from pagedattn.model import source
 
-    return load_tokenizer(source.resolve(name), EngineArgs(model=name))
+    return load_tokenizer(source.resolve(name))
 
 
 def _header(pair: str) -> tuple[str, str]:

@@ -2,10 +2,10 @@
 
     pagedattn bench growth
 
-The real engine around a `HashModel`: who waits, how many blocks there are and how long
-the contexts are must not matter to a step that computes one token for each of the
-running requests. Engines that differ in one of these are stepped in turns, so that
-what disturbs the machine disturbs all of them. Chapter 15 reads the table.
+The real engine around a model that computes nothing: who waits, how many blocks there
+are and how long the contexts are must not matter to a step that computes one token for
+each of the running requests. Engines that differ in one of these are stepped in turns,
+so that what disturbs the machine disturbs all of them. Chapter 15 reads the table.
 """
 
 from __future__ import annotations
@@ -49,24 +49,23 @@ class Case:
 
 
 class ClockedModel(HashModel):
-    """A `HashModel` that adds up its own `seconds`; while `idle`, it computes none.
+    """Adds up its own `seconds`, and computes no hashes.
 
-    As any model it reads weights, and so leaves the processor's caches to nobody.
+    As any model it reads weights, and so leaves the processor's caches to nobody; and
+    as cold beside a long context as beside a short one, which hashes would not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.weights = torch.ones(WEIGHTS)
         self.seconds = 0.0
-        self.idle = True
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """As `HashModel`, or the ids where idle."""
+        """The ids."""
         start = time.thread_time()
-        hidden = batch.ids if self.idle else super().forward(batch, caches)
         self.weights.sum()
         self.seconds += time.thread_time() - start
-        return hidden
+        return batch.ids
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, SEEN]: 1 for the entry that each hash names, else 0."""
@@ -94,7 +93,6 @@ class Bench:
         while any(r.behind > 1 for r in (*scheduler.waiting, *scheduler.running)):
             self.engine.step()
         self._queue()
-        self.model.idle = False
         for _ in range(WARM):
             self.step()
         self.seconds.clear()
@@ -160,14 +158,14 @@ def series(running: int) -> list[list[Case]]:
     """What is compared with so many running: in each list, with the first."""
     one = Case(running)
     line = replace(one, waiting=1000, context=20, turnover=True)
-    long = replace(one, blocks=200_000)
+    many = replace(one, blocks=max(200_000, 7000 * running))
     return [
         [
             one,
             replace(one, waiting=1000),
             replace(one, waiting=50_000),
-            long,
-            *([replace(long, context=100_000)] if running <= 16 else []),
+            many,
+            replace(many, context=100_000),
         ],
         [line, replace(line, waiting=50_000)],
     ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from pagedattn.cache.blocks import Block, BlockPool
+from pagedattn.cache.ids import BlockIds
 from pagedattn.cache.prefix import ROOT, PrefixIndex, block_hash
 from pagedattn.request import Request
 
@@ -59,10 +60,10 @@ class Hits:
 
 @dataclass(slots=True)
 class _Row:
-    """One request's tables. `ids` are what plans carry, remade only when grown."""
+    """One request's tables. `ids` are what plans carry, new only when grown or cut."""
 
     tables: list[list[Block]]
-    ids: list[tuple[int, ...]]
+    ids: list[BlockIds]
     trimmed: list[int]  # leading null blocks, for each group
     indexed: int = 0  # leading blocks that were offered to the index
 
@@ -178,7 +179,7 @@ class Tables:
         nothing, unless the pool could now hold `reserve` tokens of it."""
         row = _Row(
             [list(blocks) for blocks in hits.blocks],
-            [tuple(block.id for block in blocks) for blocks in hits.blocks],
+            [BlockIds(block.id for block in blocks) for blocks in hits.blocks],
             [_leading_nulls(blocks, self.pool.null) for blocks in hits.blocks],
         )
         held = [block for table in row.tables for block in table]
@@ -199,6 +200,8 @@ class Tables:
 
     def _extend(self, row: _Row, hits: Sequence[Block], upto: int) -> bool:
         blocks = blocks_for(upto, self.block_size)
+        if not hits and blocks <= len(row.tables[0]):  # all tables are of one length
+            return True
         missing = [max(0, blocks - len(table)) for table in row.tables]
         new = self.pool.grow(hits, sum(missing))
         if new is None:
@@ -208,7 +211,7 @@ class Tables:
             if n:
                 mine = list(islice(fresh, n))
                 row.tables[g] += mine
-                row.ids[g] += tuple(block.id for block in mine)
+                row.ids[g] = row.ids[g].grown(block.id for block in mine)
         return True
 
     def index_computed(self, request: Request) -> list[Block]:
@@ -244,7 +247,7 @@ class Tables:
         self.pool.give_back(reversed(table[first:behind]))
         table[first:behind] = [self.pool.null] * (behind - first)
         row.trimmed[g] = behind
-        row.ids[g] = (self.pool.null.id,) * behind + row.ids[g][behind:]
+        row.ids[g] = BlockIds((*[self.pool.null.id] * behind, *row.ids[g][behind:]))
 
     def release(self, request: Request) -> None:
         """Give back every block of the request, tail first; its row is gone."""
@@ -258,7 +261,7 @@ class Tables:
             self.index.forget(block)
 
     # What plans and people read.
-    def ids(self, request: Request) -> tuple[tuple[int, ...], ...]:
+    def ids(self, request: Request) -> tuple[BlockIds, ...]:
         """The request's block ids, one table per group."""
         return tuple(self._rows[request.id].ids)
 
@@ -273,7 +276,7 @@ class Tables:
         self.index.check()
         for row in self._rows.values():
             for table, ids in zip(row.tables, row.ids, strict=True):
-                assert tuple(block.id for block in table) == ids
+                assert [block.id for block in table] == list(ids)
 
 
 def _leading_nulls(blocks: Sequence[Block], null: Block) -> int:

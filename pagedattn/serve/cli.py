@@ -97,7 +97,7 @@ def _serve(args: argparse.Namespace) -> int:
     engine_args, settings = settings_from(args)
     _set_up_logging(settings.log_level)
     with listen(settings.host, settings.port) as bound:
-        from pagedattn.async_engine import AsyncEngine
+        from pagedattn import AsyncEngine
 
         # While weights load, which leaves the interpreter free, the web part comes in.
         web = threading.Thread(target=import_module, args=("pagedattn.serve.server",))
