@@ -17,7 +17,7 @@
 # The idea is in book/06_attention.ipynb.
 # One solution is kernels/spec.py itself.
 #
-# Made from kernels/spec.py by exercises/tools.py. Untouched: 4dd567d2bc40
+# Made from kernels/spec.py by exercises/tools.py. Untouched: 48fbee6a8025
 
 """What every kernel computes, in a few lines of plain torch: the oracle.
 
@@ -300,12 +300,11 @@ def sample(
         ids = order[: int(top_k[r]) or None].sort().values
         weights = ((row[ids] - row.max()) / temperature[r]).exp()
         ids, weights = ids[weights >= min_p[r]], weights[weights >= min_p[r]]
-        if top_p[r] < 1:
-            order = weights.sort(descending=True, stable=True).indices
-            sums = weights[order].double().cumsum(0)
-            n = int((sums < top_p[r] * sums[-1]).sum()) + 1
-            kept = order[:n].sort().values
-            ids, weights = ids[kept], weights[kept]
+        order = weights.sort(descending=True, stable=True).indices
+        sums = weights[order].double().cumsum(0)
+        n = int((sums < top_p[r] * sums[-1]).sum()) + 1
+        kept = order[:n].sort().values
+        ids, weights = ids[kept], weights[kept]
         sums = weights.double().cumsum(0)
         last = int((sums < sums[-1]).sum())
         out[r] = ids[min(int((sums <= uniform[r] * sums[-1]).sum()), last)]

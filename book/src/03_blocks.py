@@ -402,14 +402,19 @@ show(BlockPool.check)
 # One floor up, `pagedattn/cache/tables.py` knows requests. How many blocks hold so many
 # tokens is a division that rounds up, `blocks_for`. (Rounding up by adding one is a
 # classic: it is right for 5 tokens and one block too many for 8.) A `_Row` is what
-# `Tables` keeps for each running request: its blocks, the same as a tuple of ids, which
-# plans carry and which is remade only when it changes, and two counters for later
-# chapters. Why a row has several tables, one for each *layer group*, is a matter for
-# chapter 06; for most models there is one.
+# `Tables` keeps for each running request: its blocks, their ids as plans carry them,
+# and two counters for later chapters. A plan is frozen, but the table goes on growing,
+# and a copy of it in every plan would cost a context of 100,000 tokens 6,250 ids a
+# step. `BlockIds` looks like a tuple: it remembers how many ids it has of a list that
+# only gets longer, and `grown` gives the longer one without a copy. Why a row has
+# several tables, one for each *layer group*, is a matter for chapter 06; for most
+# models there is one.
 
 # %%
+from pagedattn.cache.ids import BlockIds
 from pagedattn.cache.tables import Tables, _leading_nulls, _Row, blocks_for
 
+show(BlockIds)
 show(blocks_for, _Row, Tables.__init__)
 
 # %% [markdown]

@@ -233,10 +233,11 @@ show(scheduler_module._start, scheduler_module._Draft)
 # this pass is cheap, and nobody who has begun to speak is made to pause for somebody
 # new.
 #
-# Second pass, `_plan_waiting`: as long as budget is left, the head of the line is
-# admitted. A plan that had to preempt admits nobody. Else the next in line would take
-# the blocks that were just made free, and the one who gave them up would have done so
-# for nothing.
+# Second pass, `_plan_waiting`: as long as budget is left and `_full` sees fewer than
+# `max_num_seqs` running, the head of the line is admitted. (`_next_in_line` knows
+# another order, `--scheduling-policy lpm`: longest cached prefix first, nobody passed
+# by more than `PATIENCE`.) A plan that had to preempt admits nobody: the next in line
+# would take the blocks that were just made free.
 #
 # If a plan has failed before, `_plan_suspect` goes first; its section comes later.
 
@@ -244,7 +245,7 @@ show(scheduler_module._start, scheduler_module._Draft)
 from pagedattn.scheduler import Scheduler
 
 show(Scheduler.plan, Scheduler._plan_running, Scheduler._plan_one, Scheduler._chunk)
-show(Scheduler._plan_waiting)
+show(Scheduler._plan_waiting, Scheduler._full, Scheduler._next_in_line)
 
 # %% [markdown]
 # `_admit` moves one request from the line to the running ones, or returns False and has
