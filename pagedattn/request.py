@@ -136,16 +136,18 @@ class StructuredOutputsParams:
     def _check_texts(self) -> None:
         for name in ("regex", "grammar", "whitespace_pattern"):
             text = getattr(self, name)
-            if text is not None and (not isinstance(text, str) or not text.strip()):
-                raise self.fault(f"{name} must be a string that is not blank")
-            if "\0" in (text or ""):
+            if text is None:
+                continue
+            if not isinstance(text, str) or not text:
+                raise self.fault(f"{name} must be a string that is not empty")
+            if "\0" in text:
                 raise self.fault(f"{name} holds a NUL character")
         if not isinstance(self.json, str | dict | bool | None):
             raise self.fault(
                 f"json must be a schema or its text, got {type(self.json).__name__}"
             )
         if isinstance(self.json, str) and not self.json.strip():
-            raise self.fault("json is blank")
+            raise self.fault("has a json that is blank")
 
     @property
     def kind(self) -> str:

@@ -312,7 +312,8 @@ def test_numbers_and_white_space_come_to_an_end():
             if token in (EOS, OTHER_EOS):
                 break
         said = b"".join(PIECES[i] for i in own.output_ids[:-1])
-        assert max(map(len, regex.findall(rb"\d+|\s+", said))) <= MAX_DIGITS, said
+        outside = regex.sub(rb'"[^"]*("|$)', b"", said)  # strings may be of any length
+        assert max(map(len, regex.findall(rb"\d+|\s+", outside))) <= MAX_DIGITS, said
 
 
 def test_c26_logprobs_are_finite():
@@ -460,7 +461,7 @@ BAD = [
     ({"json": False}, "no schema"),
     ({"json": "[1]"}, "no schema"),
     ({"json": '{"type": '}, "not valid JSON"),
-    ({"json": nested(2_000)}, f"more than {MAX_DEPTH}"),
+    ({"json": nested(500)}, f"more than {MAX_DEPTH}"),
     ({"json": '{"anyOf":[' * 90_000}, str(MAX_SIZE)),
     ({"json": {"enum": ["x" * MAX_SIZE]}}, str(MAX_SIZE)),
     ({"regex": "("}, "unclosed group"),
@@ -495,10 +496,10 @@ def test_bad_grammars_are_refused(kinds, words):
         ({"choice": [""]}, "non-empty"),
         ({"choice": [1]}, "non-empty"),
         ({"choice": ["a"] * 2_000}, "limit"),
-        ({"regex": " "}, "blank"),
+        ({"regex": ""}, "empty"),
         ({"regex": "a\0"}, "NUL"),
         ({"regex": 5}, "string"),
-        ({"grammar": ""}, "blank"),
+        ({"grammar": ""}, "empty"),
         ({"json": ""}, "blank"),
         ({"json": [1]}, "list"),
         ({"json_object": False}, "json_object"),
