@@ -132,7 +132,7 @@ def test_c64_bad_grammars_are_a_400_that_names_the_fault(
 def test_c65_no_depth_breaks_the_server(live: Live) -> None:
     for depth in (900, 2_000, 50_000):
         deep = '{"anyOf":[' * depth + "{}" + "]}" * depth
-        body = '{"messages": [], "structured_outputs": {"json": %s}}' % deep
+        body = f'{{"messages": [], "structured_outputs": {{"json": {deep}}}}}'
         reply = live.post(CHAT, body)
         assert reply.status_code == 400, reply.text[:300]
 
