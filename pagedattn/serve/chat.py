@@ -91,13 +91,12 @@ class _Writer:
         return fields
 
 
-def _sampling(front: Front, body: ChatBody) -> SamplingParams:
+def _sampling(front: Front, body: ChatBody, kind: RequestOutputKind) -> SamplingParams:
     values = sampling_values(front, body)
     default = values.pop("max_tokens", None)
     asked = body.max_completion_tokens
     if asked is None:
         asked = body.max_tokens
-    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         **values,
         max_tokens=default if asked is None else asked,
@@ -108,19 +107,64 @@ def _sampling(front: Front, body: ChatBody) -> SamplingParams:
 
 async def create(front: Front, body: ChatBody, request_id: str) -> Response:
     """Answer a chat request; ApiError or UserError if it can't be."""
+    if not body.stream:
+        return JsonAnswer(await whole(front, body, request_id))
+    source = await chunks(front, body, request_id)
+    return EventStream(_frames(source), source)
+
+
+async def _frames(source: Opened[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for chunk in source:
+            yield frame(chunk)
+    except Exception as problem:
+        yield frame(as_api_error(problem).body())
+    yield DONE
+
+
+# Whole answers and chunks, as dicts: other protocols are written on top of these two.
+async def whole(front: Front, body: ChatBody, request_id: str) -> dict[str, Any]:
+    """The `chat.completion` that answers; ApiError or UserError if there is none.
+
+    Work is dropped if the caller is cancelled.
+    """
+    asked = await _ask(front, body, request_id, RequestOutputKind.FINAL_ONLY)
+    try:
+        (output,) = await gather_lasts(asked.stream, 1)
+    finally:
+        await asked.stream.aclose()
+    return _whole(asked.call, asked.writer, output)
+
+
+async def chunks(
+    front: Front, body: ChatBody, request_id: str
+) -> Opened[dict[str, Any]]:
+    """The `chat.completion.chunk`s of the answer, an async iterator as they come.
+
+    What is wrong from the start raises here, what fails later raises while iterating.
+    The caller must iterate to the end or `aclose()`, which drops the work.
+    """
+    asked = await _ask(front, body, request_id, RequestOutputKind.DELTA)
+    return await opened(_stream(asked), FIRST_WAIT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request on its way: who it is, who writes its answer, what comes."""
+
+    call: Call
+    writer: _Writer
+    stream: AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+async def _ask(
+    front: Front, body: ChatBody, request_id: str, kind: RequestOutputKind
+) -> _Asked:
     call = front.open_call("chatcmpl", body, request_id)
-    params = _sampling(front, body)
+    params = _sampling(front, body, kind)
     prompt = await chat_prompt(front, body)
     writer = _Writer(front, body, prompt, front.settings.response_role)
-    stream = front.generate(call, body, [prompt], params)
-    if body.stream:
-        source = await opened(stream, FIRST_WAIT)
-        return EventStream(_frames(call, writer, source), source)
-    try:
-        (output,) = await gather_lasts(stream, 1)
-    finally:
-        await stream.aclose()
-    return JsonAnswer(_whole(call, writer, output))
+    return _Asked(call, writer, front.generate(call, body, [prompt], params))
 
 
 # The whole answer.
@@ -145,20 +189,18 @@ def _message(writer: _Writer, out: CompletionOutput) -> dict[str, Any]:
 
 
 # The stream.
-async def _frames(
-    call: Call, writer: _Writer, source: Opened[tuple[int, RequestOutput]]
-) -> AsyncGenerator[bytes, None]:
+async def _stream(asked: _Asked) -> AsyncGenerator[dict[str, Any], None]:
+    call, writer = asked.call, asked.writer
     head = {"id": call.id, "object": "chat.completion.chunk", "created": call.created}
     head["model"] = call.model
     try:
-        async for _, output in source:
+        async for _, output in asked.stream:
             for chunk in _chunks(writer, output):
-                yield frame({**head, **chunk})
+                yield {**head, **chunk}
         if writer.body.include_usage:
-            yield frame({**head, "choices": [], "usage": writer.tally.usage()})
-    except Exception as problem:
-        yield frame(as_api_error(problem).body())
-    yield DONE
+            yield {**head, "choices": [], "usage": writer.tally.usage()}
+    finally:
+        await asked.stream.aclose()
 
 
 def _chunks(writer: _Writer, output: RequestOutput) -> list[dict[str, Any]]:
