@@ -22,6 +22,7 @@ from pagedattn.serve.protocol import (
     MAX_SEQUENCES,
     GenerateBody,
 )
+from pagedattn.serve.responses_store import ResponseStore
 from pagedattn.serve.settings import ServeArgs, read_template
 from pagedattn.serve.wire import merge
 from pagedattn.text.template import ChatTemplate
@@ -94,6 +95,12 @@ class Front:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
+    responses: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(
+            self.settings.max_stored_responses, self.settings.max_stored_response_bytes
+        )
 
     @property
     def names(self) -> list[str]:

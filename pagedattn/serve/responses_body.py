@@ -197,8 +197,6 @@ def chat_for(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
         "verbosity": body.text and body.text.verbosity,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
     }
-    if body.stream:
-        values |= {"stream": True, "stream_options": {"include_usage": True}}
     return chat_body(values, NAMES)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from pagedattn.errors import UserError
 from pagedattn.serve.problems import ApiError
-from pagedattn.serve.protocol import ChatBody, built
+from pagedattn.serve.protocol import ChatBody, StreamOptions, built
 
 
 def chat_body(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
@@ -22,6 +22,12 @@ def chat_body(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
     given = {k: v for k, v in values.items() if v is not None}
     with speaking(names):
         return built(ChatBody, given)
+
+
+def streamed(asked: ChatBody, every: bool = False) -> ChatBody:
+    """The same chat, streamed; its usage comes at the end, or in `every` chunk."""
+    options = StreamOptions(include_usage=True, continuous_usage_stats=every)
+    return asked.model_copy(update={"stream": True, "stream_options": options})
 
 
 @contextmanager
