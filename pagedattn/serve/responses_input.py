@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedattn.serve.to_chat import list_of, object_of, refuse, text_of
+from pagedattn.serve.to_chat import list_of, new_id, object_of, refuse, text_of
 
 Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
@@ -17,10 +17,19 @@ _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 def input_items(value: Any) -> list[Item]:
     """`input` as items, whichever of its two forms it has; 400 if it is neither."""
     if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": value}]
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         refuse("input", "must be a string or a list of items, and not empty")
-    return [object_of(item, f"input[{i}]") for i, item in enumerate(value)]
+    return [_item(object_of(item, f"input[{i}]")) for i, item in enumerate(value)]
+
+
+def _item(item: Item) -> Item:
+    """An item as it is kept and told: with a type and an id, its text in a part."""
+    item = {"id": new_id("item"), "type": "message", **item}
+    if item["type"] == "message" and isinstance(item.get("content"), str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        item["content"] = [{"type": kind, "text": item["content"]}]
+    return item
 
 
 def to_messages(items: list[Item], instructions: str | None = None) -> list[Item]:
