@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from pagedattn.serve.problems import ApiError
+from pagedattn.serve.tool_fields import ToolFields
 
 log = logging.getLogger("pagedattn.serve")
 
@@ -48,7 +49,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "reasoning": (),
-    "reasoning_effort": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
     "return_assistant_tokens_mask": (False,),
@@ -63,7 +63,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "thinking": (),
     "thinking_token_budget": (-1,),
     "tool_choice": ("none",),
-    "tools": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -73,7 +72,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
 # Accepted and without effect: they say who asks, or hint where to cache.
 HARMLESS = frozenset(
     "user metadata safety_identifier prompt_cache_key prompt_cache_retention "
-    "session_id parallel_tool_calls".split()
+    "session_id".split()
 )
 
 Whole = Annotated[int, Field(strict=True)]
@@ -184,6 +183,8 @@ class CompletionBody(GenerateBody):
         "max_completion_tokens": "completions take max_tokens",
         "top_logprobs": "completions take logprobs, a number",
         "messages": "completions take prompt; chats are at /v1/chat/completions",
+        "reasoning_effort": "completions have no template that could read it",
+        "tools": "completions take none; chats are at /v1/chat/completions",
     }
 
     prompt: Any = None
@@ -203,7 +204,7 @@ class CompletionBody(GenerateBody):
         return self.max_tokens == 0
 
 
-class TemplateFields(BaseModel):
+class TemplateFields(ToolFields):
     """How messages become a prompt; shared by chats and `/tokenize`."""
 
     model_config = ConfigDict(strict=True)
@@ -223,8 +224,19 @@ class TemplateFields(BaseModel):
             return not self.continue_final_message
         return self.add_generation_prompt
 
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What templates get beside messages and tools."""
+        extra = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            extra.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none":
+            extra.setdefault("enable_thinking", False)
+        return extra
+
     def check_template(self) -> None:
         """Refuse to start an answer and to go on with one at once."""
+        self.check_tools()
         if self.continue_final_message and self.generation_prompt:
             _refuse("continue_final_message", "needs add_generation_prompt=false")
 

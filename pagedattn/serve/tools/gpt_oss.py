@@ -13,14 +13,14 @@ from pagedattn.serve.tools.calls import Parsed, Schemas, ToolCall, ToolParser
 def parse(text: str, final: bool, schemas: Schemas) -> Parsed:
     """Words and calls of a text so far."""
     found = messages(text, final)
-    calls = tuple(_call(m) for m in found if m.recipient)
+    calls = tuple(_call(m, final) for m in found if m.recipient)
     words = (m.body for m in found if not m.recipient and m.channel != "analysis")
     return Parsed("".join(words), calls)
 
 
-def _call(message: Message) -> ToolCall:
+def _call(message: Message, final: bool) -> ToolCall:
     name = (message.recipient or "").removeprefix("functions.")
-    empty = message.done and not message.body.strip()
+    empty = (message.done or final) and not message.body.strip()
     return ToolCall(name, "{}" if empty else message.body.lstrip())
 
 

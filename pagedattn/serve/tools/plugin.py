@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from pagedattn.errors import UserError
@@ -16,8 +17,10 @@ from pagedattn.serve.tools.calls import ToolParser
 _FLAG = "tool_parser_plugin"
 
 
+@lru_cache
 def load(path: str) -> dict[str, ToolParser]:
-    """The parsers that a file defines; UserError that says what is wrong with it."""
+    """The parsers that a file defines, which runs once; UserError that says what is
+    wrong with it."""
     if not Path(path).is_file():
         raise UserError(f"{_FLAG}={path!r} is no file.", _FLAG)
     try:
