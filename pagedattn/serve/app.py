@@ -15,10 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from pagedattn.serve import chat, completions
+from pagedattn.serve import chat, completions, messages, responses
 from pagedattn.serve.front import Front, ServedEngine, front_for
 from pagedattn.serve.gate import REQUEST_ID, Gate
-from pagedattn.serve.problems import as_api_error
+from pagedattn.serve.messages_body import CountBody, MessagesBody
+from pagedattn.serve.problems import ApiError, as_api_error, body_for
 from pagedattn.serve.prompts import chat_prompt, plain_ids
 from pagedattn.serve.protocol import (
     ChatBody,
@@ -28,6 +29,7 @@ from pagedattn.serve.protocol import (
     parse,
     read_body,
 )
+from pagedattn.serve.responses_body import ResponsesBody
 from pagedattn.serve.settings import ServeArgs
 from pagedattn.serve.wire import JsonAnswer, until_gone
 from pagedattn.version import __version__
@@ -64,7 +66,7 @@ def build_app(engine: ServedEngine, settings: ServeArgs | None = None) -> FastAP
 async def _http_problem(http: Request, problem: Exception) -> Response:
     error = as_api_error(problem)
     headers = getattr(problem, "headers", None)
-    return JsonAnswer(error.body(), error.status, headers)
+    return JsonAnswer(body_for(http.url.path, error), error.status, headers)
 
 
 def _front(http: Request) -> Front:
@@ -115,6 +117,60 @@ async def create_completion(http: Request) -> Response:
 async def create_chat_completion(http: Request) -> Response:
     """Answer a conversation."""
     return await _generate(http, ChatBody, chat.create)
+
+
+# OpenAI's responses, and what is kept of them.
+@router.post("/v1/responses", openapi_extra=_reads(ResponsesBody))
+async def create_response(http: Request) -> Response:
+    """Answer input items; the answer is kept for what follows."""
+    return await _generate(http, ResponsesBody, responses.create)
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve_response(http: Request, response_id: str) -> Response:
+    """A response that was kept, as it stands, or the events of one that streams."""
+    query = http.query_params
+    after = query.get("starting_after")
+    if after is not None and not (after.isascii() and after.isdigit()):
+        raise ApiError(400, "starting_after must be a number.", "starting_after")
+    return await responses.retrieve(
+        _front(http),
+        response_id,
+        query.get("stream", "").lower() in ("true", "1"),
+        None if after is None else int(after[:18]),
+    )
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(http: Request, response_id: str) -> Response:
+    """What a response was asked."""
+    return await responses.input_items_of(_front(http), response_id)
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(http: Request, response_id: str) -> Response:
+    """Stop a response that is written in the background."""
+    return await responses.cancel(_front(http), response_id)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(http: Request, response_id: str) -> Response:
+    """Forget a response."""
+    return await responses.delete(_front(http), response_id)
+
+
+# Anthropic's messages.
+@router.post("/v1/messages", openapi_extra=_reads(MessagesBody))
+async def create_message(http: Request) -> Response:
+    """Answer a conversation, in Anthropic's words."""
+    return await _generate(http, MessagesBody, messages.create)
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=_reads(CountBody))
+async def count_message_tokens(http: Request) -> Response:
+    """How many tokens a message would be served as."""
+    body = await _read(http, CountBody)
+    return await messages.count_tokens(_front(http), body)
 
 
 # Models.

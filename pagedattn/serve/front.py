@@ -24,6 +24,7 @@ from pagedattn.serve.protocol import (
     GenerateBody,
 )
 from pagedattn.serve.reasoning.split import ReasoningParser
+from pagedattn.serve.responses_store import ResponseStore
 from pagedattn.serve.settings import ServeArgs, read_template
 from pagedattn.serve.tools.calls import ToolParser
 from pagedattn.serve.wire import merge
@@ -99,6 +100,12 @@ class Front:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
+    responses: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(
+            self.settings.max_stored_responses, self.settings.max_stored_response_bytes
+        )
 
     @property
     def names(self) -> list[str]:

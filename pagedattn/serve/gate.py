@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn.serve.front import Front
-from pagedattn.serve.problems import ApiError, as_api_error
+from pagedattn.serve.problems import ApiError, as_api_error, body_for
 from pagedattn.serve.protocol import LONGEST_ID
 from pagedattn.serve.wire import JsonAnswer
 
@@ -52,7 +52,8 @@ class Gate:
             if reply.started:
                 raise
             headers = {"Retry-After": "1"} if error.status == 503 else None
-            answer = JsonAnswer(error.body(), error.status, headers)
+            body = body_for(scope["path"], error)
+            answer = JsonAnswer(body, error.status, headers)
             await answer(scope, receive, reply)
 
     def _admit(self, scope: Scope) -> None:

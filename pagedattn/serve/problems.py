@@ -20,8 +20,19 @@ KINDS = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
+    429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+}
+# Anthropic's words for the same, on its routes.
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
 }
 LONGEST_MESSAGE = 2_000  # characters; messages may quote what the client sent
 
@@ -41,6 +52,19 @@ class ApiError(Exception):
         kind = KINDS.get(self.status, "APIError")
         error = {"message": message, "type": kind, "param": self.param}
         return {"error": {**error, "code": self.status}}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error object that clients of `/v1/messages` read."""
+    kind = ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
+    message = error.body()["error"]["message"]
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """The error object in the shape that clients of `path` read."""
+    anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return anthropic_body(error) if anthropic else error.body()
 
 
 def as_api_error(problem: Exception) -> ApiError:

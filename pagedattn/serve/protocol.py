@@ -82,6 +82,10 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    def check(self) -> None:
+        """Refuse what makes no sense; ApiError 400."""
+        self.check_extras()
+
     def check_extras(self) -> None:
         """Refuse known fields that would change the answer if they were ignored."""
         for name, value in (self.model_extra or {}).items():
@@ -287,7 +291,7 @@ def _refuse(param: str, rule: str) -> NoReturn:
 
 
 # Reading a body: bounded, finite, valid Unicode, then the fields.
-M = TypeVar("M", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+M = TypeVar("M", bound=Body)
 
 
 async def read_body(http: Request, limit: int) -> bytes:
@@ -309,8 +313,13 @@ async def read_body(http: Request, limit: int) -> bytes:
 
 def parse(model: type[M], raw: bytes) -> M:
     """The body as `model`, checked; ApiError 400 that names the first fault."""
+    return built(model, parse_json(raw))
+
+
+def built(model: type[M], values: dict[str, Any]) -> M:
+    """The same from fields that are read already."""
     try:
-        body = model.model_validate(parse_json(raw))
+        body = model.model_validate(values)
     except ValidationError as problem:
         raise _first_fault(problem) from None
     body.check()

@@ -63,6 +63,12 @@ class ServeArgs:
     )
     response_role: str = setting("assistant", "role of the answers in chats")
     max_body_bytes: int = setting(16 << 20, "largest request body")
+    max_stored_responses: int = setting(
+        1_000, "answers of /v1/responses kept in memory; 0: none"
+    )
+    max_stored_response_bytes: int = setting(
+        64 << 20, "bytes that they may take, with the conversations before them"
+    )
     shutdown_timeout: float = setting(
         30.0, "seconds that running requests get after SIGTERM or Ctrl-C"
     )
@@ -108,6 +114,8 @@ class ServeArgs:
 _RANGES = (
     ("port", 0, 65_535),
     ("max_body_bytes", 1_024, 1 << 32),
+    ("max_stored_responses", 0, 1 << 20),
+    ("max_stored_response_bytes", 0, 1 << 40),
     ("shutdown_timeout", 0.0, 86_400.0),
 )
 

@@ -30,6 +30,11 @@ def frame(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
 
+def event_frame(event: dict[str, Any]) -> bytes:
+    """One server-sent event under a name of its own: its type."""
+    return b"event: " + event["type"].encode() + b"\n" + frame(event)
+
+
 class JsonAnswer(Response):
     """A response whose body is the JSON of its content; NaN raises ValueError."""
 
