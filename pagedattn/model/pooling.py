@@ -1,7 +1,7 @@
 """From a text's hidden states to its one embedding: which are taken, how it is scaled.
 
-Knows pooling types, sentence-transformers' files that choose one, and `--pooler-config`,
-which overrides them. Knows nothing of models, requests or HTTP.
+Knows pooling types, sentence-transformers' files that choose one, and
+`--pooler-config`, which overrides them. Knows nothing of models, requests or HTTP.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Pooling:
             )
         if self.sizes is None:
             raise UserError(
-                f"dimensions={wanted}: this model was not made for shortened (Matryoshka)"
-                f" embeddings; leave it out, or take its {size}.",
+                f"dimensions={wanted}: this model was not made for shortened "
+                f"(Matryoshka) embeddings; leave it out, or take its {size}.",
                 "dimensions",
             )
         if self.sizes and wanted not in self.sizes:
