@@ -59,6 +59,10 @@ class Pooling:
                 "dimensions",
             )
 
+    def with_activation(self, wanted: bool | None) -> Pooling:
+        """The same, normalised or not as a request wants; None: as the model does."""
+        return self if wanted is None else replace(self, normalize=wanted)
+
     def finish(self, pooled: Tensor, dimensions: int | None = None) -> Tensor:
         """pooled [size] cut to its first `dimensions`, then of length 1 if wanted."""
         cut = pooled if dimensions is None else pooled[:dimensions]
