@@ -86,14 +86,16 @@ class Result:
     """What running one item gave: a token if it samples, log-probabilities if asked.
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
-    token could be chosen; that request alone ends. `pooled` is what the prompt's
-    hidden states came to, where they and no token were asked for.
+    token could be chosen; that request alone ends. `ended`: nothing may follow the
+    token, the answer is complete by its grammar. `pooled` is what the prompt's hidden
+    states came to, where they and no token were asked for.
     """
 
     token: int | None = None
     logprobs: Any = None
     prompt_logprobs: tuple[tuple[int, Any], ...] = ()
     error: str | None = None
+    ended: bool = False
     pooled: Any = None
 
 
@@ -385,7 +387,7 @@ class Scheduler:
         self._suspects.pop(request.id, None)
         request.tokens.append(result.token)
         self._index_settled(request)
-        ending = request.ending()
+        ending = ("stop", None) if result.ended else request.ending()
         if ending is not None:
             self._finish(request, *ending)
         return Update(request, (result.token,), result)

@@ -31,6 +31,7 @@ from pagedattn.serve.logprobs import chat_logprobs, namer, prompt_logprobs
 from pagedattn.serve.problems import as_api_error
 from pagedattn.serve.prompts import chat_prompt, last_text
 from pagedattn.serve.protocol import ChatBody
+from pagedattn.serve.reading import Reading, Reply, check_choice, reading_for
 from pagedattn.serve.wire import (
     DONE,
     EventStream,
@@ -50,8 +51,28 @@ class _Writer:
     body: ChatBody
     prompt: Prompt
     role: str
+    reading: Reading | None = None
     tally: Tally = field(default_factory=Tally)
     started: set[int] = field(default_factory=set)
+    replies: dict[int, Reply] = field(default_factory=dict)
+
+    def reply(self, out: CompletionOutput) -> tuple[dict[str, Any], str | None]:
+        """What new text adds to a choice that is read, and its finish reason."""
+        assert self.reading is not None
+        reply = self.replies.setdefault(out.index, Reply(self.reading))
+        delta = reply.add(out.text, list(out.token_ids), out.finish_reason is not None)
+        if self.reading.thinks is not None:
+            self.tally.reasoning = self._thought(out)
+        if self.body.include_reasoning is False:
+            delta.pop("reasoning", None)
+        return delta, self.reading.finish(out.finish_reason, reply.said)
+
+    def _thought(self, out: CompletionOutput) -> int | None:
+        """Tokens of reasoning, counted where somebody will see them."""
+        if out.finish_reason is None and not self.body.continuous_usage:
+            return self.tally.reasoning
+        tokenizer = self.front.tokenizer
+        return sum(reply.thought(tokenizer) for reply in self.replies.values())
 
     def choice(self, out: CompletionOutput) -> dict[str, Any]:
         """Everything of a choice but its text."""
@@ -162,8 +183,12 @@ async def _ask(
 ) -> _Asked:
     call = front.open_call("chatcmpl", body, request_id)
     params = _sampling(front, body, kind)
+    check_choice(front, body)
     prompt = await chat_prompt(front, body)
-    writer = _Writer(front, body, prompt, front.settings.response_role)
+    reading = reading_for(front, body, prompt)
+    if reading is not None and reading.needs_specials(front.tokenizer):
+        params.skip_special_tokens = False
+    writer = _Writer(front, body, prompt, front.settings.response_role, reading)
     return _Asked(call, writer, front.generate(call, body, [prompt], params))
 
 
@@ -171,21 +196,29 @@ async def _ask(
 def _whole(call: Call, writer: _Writer, output: RequestOutput) -> dict[str, Any]:
     writer.tally.add(0, output)
     outputs = sorted(output.outputs, key=lambda out: out.index)
+    choices = [_message(writer, out) for out in outputs]
     return {
         "id": call.id,
         "object": "chat.completion",
         "created": call.created,
         "model": call.model,
-        "choices": [_message(writer, out) for out in outputs],
+        "choices": choices,
         "usage": writer.tally.usage(),
         **writer.prompt_fields(output),
     }
 
 
 def _message(writer: _Writer, out: CompletionOutput) -> dict[str, Any]:
-    text = writer.echoed + out.text
-    message = {"role": writer.role, "content": text, "refusal": None}
-    return {**writer.choice(out), "message": message}
+    message = {"role": writer.role, "content": out.text, "refusal": None}
+    choice = writer.choice(out)
+    if writer.reading is not None:
+        _, choice["finish_reason"] = writer.reply(out)
+        message |= writer.replies[out.index].message()
+        if writer.body.include_reasoning is False:
+            message.pop("reasoning", None)
+    if writer.echoed:
+        message["content"] = writer.echoed + (message["content"] or "")
+    return {**choice, "message": message}
 
 
 # The stream.
@@ -213,9 +246,11 @@ def _chunks(writer: _Writer, output: RequestOutput) -> list[dict[str, Any]]:
             writer.started.add(out.index)
     writer.tally.add(0, output)
     for out in output.outputs:
-        choice = writer.choice(out)
-        if not says_nothing(choice, out.text, writer.body.continuous_usage):
-            choice["delta"] = {"content": out.text}
+        choice, delta = writer.choice(out), {"content": out.text}
+        if writer.reading is not None:
+            delta, choice["finish_reason"] = writer.reply(out)
+        if not says_nothing(choice, any(delta.values()), writer.body.continuous_usage):
+            choice["delta"] = delta
             chunks.append({"choices": [choice], **_usage(writer)})
     return chunks
 

@@ -211,7 +211,7 @@ def _usage(writer: _Writer) -> dict[str, Any]:
     return {"usage": None} if writer.body.include_usage else {}
 
 
-def says_nothing(choice: dict[str, Any], text: str, counted: bool) -> bool:
+def says_nothing(choice: dict[str, Any], text: str | bool, counted: bool) -> bool:
     """Whether a chunk would tell the client nothing: its text is held back."""
     return not (
         text

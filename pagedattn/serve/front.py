@@ -16,6 +16,7 @@ from pagedattn.errors import NotSupported
 from pagedattn.metrics import Metrics
 from pagedattn.model.pooling import Pooling
 from pagedattn.request import RequestOutput, SamplingParams
+from pagedattn.serve.formats import structured_outputs
 from pagedattn.serve.problems import ApiError
 from pagedattn.serve.protocol import (
     LONGEST_ID,
@@ -23,7 +24,9 @@ from pagedattn.serve.protocol import (
     MAX_SEQUENCES,
     GenerateBody,
 )
+from pagedattn.serve.reasoning.split import ReasoningParser
 from pagedattn.serve.settings import ServeArgs, read_template
+from pagedattn.serve.tools.calls import ToolParser
 from pagedattn.serve.wire import merge
 from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
@@ -100,6 +103,8 @@ class Front:
     engine: ServedEngine
     settings: ServeArgs
     template: ChatTemplate | None
+    tool_parser: ToolParser | None = None
+    reasoning_parser: ReasoningParser | None = None
     longest_text: int | None = None  # characters that could fit the context at all
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -183,7 +188,14 @@ def front_for(engine: ServedEngine, settings: ServeArgs) -> Front:
     """The state of a server for `engine`; a template in the settings replaces its."""
     source = read_template(settings.chat_template)
     template = engine.chat_template if source is None else ChatTemplate(source)
-    return Front(engine, settings, template, _longest_text(engine))
+    return Front(
+        engine,
+        settings,
+        template,
+        settings.tool_parser(),
+        settings.reasoning(),
+        _longest_text(engine),
+    )
 
 
 def _longest_text(engine: ServedEngine) -> int | None:
@@ -227,6 +239,9 @@ def sampling_values(front: Front, body: GenerateBody) -> dict[str, Any]:
     """Sampling parameters: the model's defaults, then what the body gives."""
     given = {name: getattr(body, name) for name in _SAMPLING}
     values = {k: v for k, v in given.items() if v is not None}
+    wish = structured_outputs(body.response_format, body.structured_outputs)
+    if wish is not None:
+        values["structured_outputs"] = wish
     detokenize = front.engine.tokenizer is not None
     return {**front.engine.default_sampling(), **values, "detokenize": detokenize}
 
@@ -247,6 +262,7 @@ class Tally:
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completion = 0
+        self.reasoning: int | None = None  # tokens of it; None: nobody counts them
 
     def add(self, i: int, output: RequestOutput, generated: bool = True) -> None:
         """Count an output of prompt `i`; without `generated` only its prompt."""
@@ -258,6 +274,9 @@ class Tally:
     def usage(self) -> dict[str, Any]:
         """What was counted, as OpenAI's usage object."""
         counts: Sequence[tuple[int, int]] = list(self._prompts.values())
-        return usage(
+        found = usage(
             sum(p for p, _ in counts), self._completion, sum(c for _, c in counts)
         )
+        if self.reasoning is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+        return found

@@ -18,6 +18,9 @@ from pagedattn.text.template import ChatTemplate
 
 T = TypeVar("T")
 
+NO_TOOLS = (
+    "This model's chat template has no tools; give one that has with --chat-template."
+)
 INLINE = 2_000  # characters; more are worked on in a thread
 _RESERVED = frozenset(
     "messages tokenizer tools documents add_generation_prompt "
@@ -115,17 +118,21 @@ def _template(front: Front, body: TemplateFields) -> ChatTemplate:
 
 
 def _render(front: Front, template: ChatTemplate, body: TemplateFields) -> Prompt:
-    extra = body.chat_template_kwargs or {}
+    extra = body.template_kwargs
     for name in _RESERVED & extra.keys():
         raise ApiError(
             400, f"chat_template_kwargs must not hold {name}.", "chat_template_kwargs"
         )
     _check_tool_calls(template, body.messages)
+    tools = body.tool_dicts()
+    if tools and not template.takes_tools:
+        raise ApiError(400, NO_TOOLS, "tools")
     text = template.render(
         body.messages,
         tokenizer=front.tokenizer,
         add_generation_prompt=body.generation_prompt,
         continue_final_message=bool(body.continue_final_message),
+        tools=tools,
         documents=body.documents,
         **extra,
     )

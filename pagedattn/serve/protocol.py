@@ -15,7 +15,9 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
+from pagedattn.serve.formats import OLD_NAMES
 from pagedattn.serve.problems import ApiError
+from pagedattn.serve.tool_fields import ToolFields
 
 log = logging.getLogger("pagedattn.serve")
 
@@ -31,11 +33,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
@@ -48,9 +46,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "reasoning": (),
-    "reasoning_effort": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_assistant_tokens_mask": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
@@ -58,12 +54,10 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "stream_interval": (1,),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking": (),
     "thinking_token_budget": (-1,),
     "tool_choice": ("none",),
-    "tools": (),
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -73,7 +67,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
 # Accepted and without effect: they say who asks, or hint where to cache.
 HARMLESS = frozenset(
     "user metadata safety_identifier prompt_cache_key prompt_cache_retention "
-    "session_id parallel_tool_calls".split()
+    "session_id".split()
 )
 
 Whole = Annotated[int, Field(strict=True)]
@@ -93,8 +87,9 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in HARMLESS:
                 continue
-            if name in self.elsewhere:
-                raise ApiError(400, f"{name}: {self.elsewhere[name]}.", name)
+            advice = self.elsewhere.get(name) or OLD_NAMES.get(name)
+            if advice is not None:
+                raise ApiError(400, f"{name}: {advice}.", name)
             if name not in NOT_BUILT:
                 log.debug("ignored unknown field %r", name[:80])
             elif not any(_same(value, good) for good in NOT_BUILT[name]):
@@ -139,6 +134,8 @@ class GenerateBody(Body):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Whole | None = None
     prompt_logprobs: Whole | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -180,6 +177,8 @@ class CompletionBody(GenerateBody):
         "max_completion_tokens": "completions take max_tokens",
         "top_logprobs": "completions take logprobs, a number",
         "messages": "completions take prompt; chats are at /v1/chat/completions",
+        "reasoning_effort": "completions have no template that could read it",
+        "tools": "completions take none; chats are at /v1/chat/completions",
     }
 
     prompt: Any = None
@@ -199,7 +198,7 @@ class CompletionBody(GenerateBody):
         return self.max_tokens == 0
 
 
-class TemplateFields(BaseModel):
+class TemplateFields(ToolFields):
     """How messages become a prompt; shared by chats and `/tokenize`."""
 
     model_config = ConfigDict(strict=True)
@@ -219,8 +218,19 @@ class TemplateFields(BaseModel):
             return not self.continue_final_message
         return self.add_generation_prompt
 
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What templates get beside messages and tools."""
+        extra = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            extra.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none":
+            extra.setdefault("enable_thinking", False)
+        return extra
+
     def check_template(self) -> None:
         """Refuse to start an answer and to go on with one at once."""
+        self.check_tools()
         if self.continue_final_message and self.generation_prompt:
             _refuse("continue_final_message", "needs add_generation_prompt=false")
 

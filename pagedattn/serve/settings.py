@@ -11,10 +11,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pagedattn.config import setting
 from pagedattn.errors import UserError
+from pagedattn.serve.reasoning import REASONING_PARSERS
+from pagedattn.serve.reasoning.split import ReasoningParser
+from pagedattn.serve.tools import TOOL_PARSERS
+from pagedattn.serve.tools.calls import ToolParser
+from pagedattn.serve.tools.plugin import load
+
+P = TypeVar("P")
 
 KEY_VARIABLES = ("PAGEDATTN_API_KEY", "VLLM_API_KEY")
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -42,6 +49,18 @@ class ServeArgs:
     trust_request_chat_template: bool = setting(
         False, "let requests bring their own chat_template (sandboxed, not timed)"
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model choose tools: needs --tool-call-parser"
+    )
+    tool_call_parser: str | None = setting(
+        None, f"how this model writes tool calls: {', '.join(TOOL_PARSERS)}"
+    )
+    tool_parser_plugin: str = setting(
+        "", "a Python file that is run at the start and defines more TOOL_PARSERS"
+    )
+    reasoning_parser: str = setting(
+        "", f"how this model writes its reasoning: {', '.join(REASONING_PARSERS)}"
+    )
     response_role: str = setting("assistant", "role of the answers in chats")
     max_body_bytes: int = setting(16 << 20, "largest request body")
     shutdown_timeout: float = setting(
@@ -63,6 +82,22 @@ class ServeArgs:
                 )
         if any(not key for key in self.api_key or []):
             raise UserError("api_key must not be empty.", "api_key")
+        if self.enable_auto_tool_choice and self.tool_parser() is None:
+            raise UserError(
+                "enable_auto_tool_choice needs tool_call_parser.", "tool_call_parser"
+            )
+        for find in (self.tool_parser, self.reasoning):
+            find()
+
+    def tool_parser(self) -> ToolParser | None:
+        """The parser of tool calls; UserError for a name that is none."""
+        plugin = self.tool_parser_plugin
+        known = {**TOOL_PARSERS, **(load(plugin) if plugin else {})}
+        return _named(known, "tool_call_parser", self.tool_call_parser)
+
+    def reasoning(self) -> ReasoningParser | None:
+        """The parser of reasoning; UserError for a name that is none."""
+        return _named(REASONING_PARSERS, "reasoning_parser", self.reasoning_parser)
 
     def keys(self, environ: Mapping[str, str] = os.environ) -> list[str]:
         """The keys that open the API; none: it is open to all."""
@@ -75,6 +110,15 @@ _RANGES = (
     ("max_body_bytes", 1_024, 1 << 32),
     ("shutdown_timeout", 0.0, 86_400.0),
 )
+
+
+def _named(table: Mapping[str, P], flag: str, name: str | None) -> P | None:
+    if not name:
+        return None
+    if name not in table:
+        known = ", ".join(sorted(table))
+        raise UserError(f"{flag}={name!r} is not known. There are: {known}.", flag)
+    return table[name]
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -51,6 +51,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._compiled = None
+        self.takes_tools = False
         if source is None:
             return
         environment = _environment(now)
@@ -64,6 +65,7 @@ class ChatTemplate:
             ) from error
         self._wants_parts = _loops_over_content(tree)
         self._takes_strings = not self._wants_parts or _tests_for_string(tree)
+        self.takes_tools = "tools" in meta.find_undeclared_variables(tree)
         self._knows_developer = "developer" in source
 
     def render(
