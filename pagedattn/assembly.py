@@ -32,6 +32,7 @@ from pagedattn.model.cores import cores_for
 from pagedattn.model.decoder import Decoder, ModelSpec
 from pagedattn.model.gguf import read_metadata
 from pagedattn.model.linear import linear_backend, measured_knee
+from pagedattn.model.pooling import Pooling, read_pooling
 from pagedattn.model.source import Source
 from pagedattn.model.tokenizer import read_tokenizer
 from pagedattn.request import SamplingParams
@@ -60,12 +61,14 @@ class Assembled:
     sampling_defaults: dict[str, Any]
     facts: dict[str, str]
     cores: Sequence[int] = ()
+    pooling: Pooling | None = None  # how its hidden states become embeddings
 
 
 def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     """Build everything that `args` asks for; UserError if it can't be done."""
     found = source.resolve(args.model, args.revision)
     words = source.resolve(args.tokenizer) if args.tokenizer else found
+    pooling = causal_pooling(args, found)
     spec = loader.model_spec(found)
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
@@ -104,7 +107,19 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
         sampling,
         facts,
         cores,
+        pooling,
     )
+
+
+def causal_pooling(args: EngineArgs, found: Source) -> Pooling | None:
+    """How a causal model's hidden states become embeddings, None if they never do."""
+    folder = found.path if found.kind == "hf" else None
+    pooling = read_pooling(folder, "LAST", args.pooler_config)
+    if args.convert != "none":
+        return pooling
+    if args.runner == "pooling":
+        raise UserError("--runner pooling needs --convert auto or embed.", "convert")
+    return None
 
 
 @contextmanager

@@ -12,16 +12,17 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pagedattn.assembly import Assembled, assemble
 from pagedattn.config import EngineArgs, EngineConfig
-from pagedattn.errors import EngineDead
+from pagedattn.errors import EngineDead, UserError
 from pagedattn.intake import Ask, Prompt
 from pagedattn.metrics import Metrics
 from pagedattn.model.cores import pin_threads
+from pagedattn.model.pooling import Pooling
 from pagedattn.request import RequestOutput, SamplingParams
 from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
@@ -117,6 +118,21 @@ class AsyncEngine:
         """Whether new requests are refused."""
         return self._draining
 
+    @property
+    def pooling(self) -> Pooling | None:
+        """How prompts become embeddings; None if this engine gives none."""
+        return self.parts.pooling
+
+    @property
+    def generates(self) -> bool:
+        """Whether it writes text; else it only embeds."""
+        return self.args.runner != "pooling"
+
+    @property
+    def hidden_size(self) -> int:
+        """How long an embedding is."""
+        return self.parts.spec.hidden_size
+
     def default_sampling(self) -> dict[str, Any]:
         """What a caller's silence means, as `SamplingParams` fields."""
         return dict(self.parts.sampling_defaults)
@@ -130,6 +146,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         add_special_tokens: bool = True,
+        pooling: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs until the last; leaving early aborts the request.
 
@@ -138,7 +155,7 @@ class AsyncEngine:
         """
         self._check_open()
         ask = await self._accept(
-            prompt, params, request_id, priority, add_special_tokens
+            prompt, params, request_id, priority, add_special_tokens, pooling
         )
         self._check_open()
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
@@ -158,6 +175,21 @@ class AsyncEngine:
             if not finished:
                 self._abort(request_id)
 
+    async def embed(
+        self, prompt: Prompt, request_id: str, *, priority: int = 0
+    ) -> RequestOutput:
+        """The prompt's `pooled` hidden states, as the scheduler comes to it; being
+        cancelled aborts it. UserError before any work if it can't be served."""
+        if self.pooling is None:
+            raise UserError("This server gives no embeddings: it has --convert none.")
+        params = SamplingParams(max_tokens=None, detokenize=False)
+        type = self.pooling.type
+        stream = self.generate(
+            prompt, params, request_id, priority=priority, pooling=type
+        )
+        async with aclosing(stream):
+            return await anext(stream)
+
     async def _accept(
         self,
         prompt: Prompt,
@@ -165,6 +197,7 @@ class AsyncEngine:
         request_id: str,
         priority: int,
         add_special_tokens: bool,
+        pooling: str | None,
     ) -> Ask:
         def accept() -> Ask:
             return self._engine.intake.accept(
@@ -173,6 +206,7 @@ class AsyncEngine:
                 params,
                 priority=priority,
                 add_special_tokens=add_special_tokens,
+                pooling=pooling,
             )
 
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt

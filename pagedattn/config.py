@@ -52,6 +52,23 @@ class EngineArgs:
     quantization: str | None = setting(
         None, "no quantised execution is built yet: leave it out", flag="-q"
     )
+    runner: str = setting(
+        "auto",
+        "pooling: embeddings and scores only; generate: text, and of a causal model "
+        "embeddings too; auto: pooling for an encoder, else generate",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: str = setting(
+        "auto",
+        "whether a causal model also gives embeddings: auto and embed: yes; none: no",
+        choices=("auto", "none", "embed"),
+    )
+    pooler_config: dict[str, Any] | None = setting(
+        None,
+        "JSON object over the model's own pooling: pooling_type (LAST, MEAN, CLS), "
+        "use_activation (true: embeddings of length 1), is_matryoshka or "
+        "matryoshka_dimensions (shorter embeddings may be asked for)",
+    )
     seed: int = setting(0, "seed of requests that bring none")
     max_model_len: int | None = setting(
         None,

@@ -65,9 +65,10 @@ class Intake:
         *,
         priority: int = 0,
         add_special_tokens: bool = True,
+        pooling: str | None = None,
     ) -> Ask:
         """The requests that `prompt` asks for; UserError, with nothing done, if it
-        can't be served."""
+        can't be served. With `pooling` hidden states are wanted, and no tokens."""
         if not isinstance(params, SamplingParams):
             raise UserError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}.",
@@ -76,7 +77,7 @@ class Intake:
         params.check_model(self.vocab_size, self.config.max_logprobs)
         self._check_priority(priority)
         text, ids, salt = self._parts(prompt, add_special_tokens)
-        ids = self._fit(ids, params)
+        ids = self._fit(ids, params, 0 if pooling else 1)
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise UserError("stop and bad_words need a tokenizer.", "stop")
         if params.structured_outputs is not None:
@@ -95,6 +96,7 @@ class Intake:
                 priority,
                 salt,
                 bad_words,
+                pooling,
             )
             for sibling in range(params.n)
         ]
@@ -115,6 +117,7 @@ class Intake:
         priority: int,
         salt: str | None,
         bad_words: tuple[tuple[int, ...], ...],
+        pooling: str | None,
     ) -> Request:
         longest = min(self.config.max_model_len, self.capacity + 1)
         most = longest - len(ids) if params.max_tokens is None else params.max_tokens
@@ -122,13 +125,14 @@ class Intake:
             id=id if params.n == 1 else f"{sibling}_{id}",
             tokens=list(ids),
             params=params,
-            limit=min(len(ids) + most, longest),
+            limit=len(ids) + 1 if pooling else min(len(ids) + most, longest),
             seed=seed,
             sibling=sibling,
             priority=priority,
             eos_ids=self.eos_ids,
             bad_words_ids=bad_words,
             first_block_keys=(("salt", salt),) if salt is not None else (),
+            pooling=pooling,
         )
 
     # The prompt: text, ids, or a dict with either and a salt.
@@ -168,9 +172,10 @@ class Intake:
                 )
         return ids
 
-    def _fit(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt as it will run, cut if asked; refused if it can't fit."""
-        longest = min(self.config.max_model_len - 1, self.capacity)
+    def _fit(self, ids: list[int], params: SamplingParams, room: int) -> list[int]:
+        """The prompt as it will run, cut if asked; refused if it can't fit, with
+        `room` for the first token after it."""
+        longest = min(self.config.max_model_len - room, self.capacity)
         keep = params.truncate_prompt_tokens
         if keep is not None:
             ids = ids[-(longest if keep == -1 else keep) :]
@@ -179,7 +184,8 @@ class Intake:
         if len(ids) > longest:
             raise UserError(
                 f"the prompt has {len(ids)} tokens; the context length is "
-                f"{self.config.max_model_len} and must leave room for one more, and "
+                f"{self.config.max_model_len}"
+                f"{' and must leave room for one more' * room}, and "
                 f"the KV pool holds {self.capacity} tokens of one request.",
                 "prompt",
             )

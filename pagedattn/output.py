@@ -146,6 +146,7 @@ class Answer:
     changed: set[int] = field(default_factory=set)
     shown: bool = False  # whether any output was handed out
     prompt_scores: dict[int, Scores] = field(default_factory=dict)
+    pooled: Any = None
     last_seen: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -176,6 +177,7 @@ class Answer:
             finished=finished,
             num_cached_tokens=self.ask.requests[0].cached,
             metrics=self.times,
+            pooled=self.pooled,
         )
 
     def _prompt_logprobs(self) -> list[Scores | None] | None:
@@ -240,6 +242,8 @@ class Outputs:
         sequence = answer.sequences[i]
         for position, data in update.result.prompt_logprobs:
             answer.prompt_scores[position] = scores_from(data, self.tokenizer)
+        if update.result.pooled is not None:
+            answer.pooled = update.result.pooled
         matched = sequence.add(update)
         if update.tokens:
             self._clock(answer, i, now)

@@ -368,6 +368,7 @@ class Request:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     extra_keys: tuple[tuple[str, str], ...] = ()
     first_block_keys: tuple[tuple[str, str], ...] = ()
+    pooling: str | None = None  # nothing is generated: its hidden states are wanted
     prompt_len: int = field(init=False)
     hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks
     computed: int = 0
@@ -398,8 +399,9 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Prompt log-probabilities need every position's logits, so no hits."""
-        return self.params.prompt_logprobs is None
+        """Whether hits may stand for its tokens: prompt log-probabilities need every
+        position's logits, most pooling its hidden states."""
+        return self.params.prompt_logprobs is None and self.pooling in (None, "LAST")
 
     def ending(self) -> tuple[str, int | None] | None:
         """(finish reason, stop reason) if the last known token ends the request.
@@ -465,3 +467,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None = None
     metrics: RequestTimes | None = None
+    pooled: Any = None  # where hidden states were wanted, and nothing generated

@@ -21,6 +21,7 @@ from pagedattn.model.batch import (
     decodes_first,
     make_batch,
 )
+from pagedattn.model.pooling import Pool
 from pagedattn.sampling.grammar import Grammars
 from pagedattn.sampling.logprobs import prompt_logprobs
 from pagedattn.sampling.sampler import Sample, sample
@@ -72,6 +73,7 @@ class Runner:
         self.block_size = block_size
         self.caches = layer_caches(groups, new_cache)
         self._states: dict[str, SampleState] = {}
+        self._pools: dict[str, Pool] = {}
         self._rows = TableRows()
 
     @torch.inference_mode()
@@ -87,10 +89,14 @@ class Runner:
         known = [self._known(item) for item in items]
         batch = make_batch(items, known, self.block_size, self._rows)
         hidden = self.model.forward(batch, self.caches)
-        samples = self._sample(items, hidden[batch.rows])
         starts = batch.query_starts.tolist()
+        pooled = self._pool(items, hidden, starts) if self._pools else {}
+        samples = self._sample(items, hidden[batch.rows])
         results: list[Result] = [Result()] * len(items)
         for s, (i, item) in enumerate(zip(order, items, strict=True)):
+            if item.request_id in self._pools:
+                results[i] = Result(pooled=pooled.get(item.request_id))
+                continue
             scores = self._score_prompt(item, hidden, starts[s])
             ended = self._states[item.request_id].ended
             results[i] = _result(samples.get(item.request_id), scores, ended)
@@ -100,7 +106,10 @@ class Runner:
     def _follow(self, plan: Plan) -> None:
         for request_id in plan.drops:
             self._states.pop(request_id, None)
+            self._pools.pop(request_id, None)
         for start in plan.starts:
+            if start.pooling is not None:
+                self._pools[start.request_id] = Pool(start.pooling)
             self._states[start.request_id] = self._state(start)
 
     def _state(self, start: Start) -> SampleState:
@@ -131,6 +140,9 @@ class Runner:
     # Choosing tokens, and scoring prompts where asked.
     def _sample(self, items: Sequence[Item], hidden: Tensor) -> dict[str, Sample]:
         ids = [item.request_id for item in items if item.samples]
+        if self._pools:  # these end without a token
+            rows = [row for row, i in enumerate(ids) if i not in self._pools]
+            ids, hidden = [ids[row] for row in rows], hidden[rows]
         if not ids:
             return {}
         states = [self._states[i] for i in ids]
@@ -139,6 +151,19 @@ class Runner:
             if chosen.token is not None:
                 state.append(chosen.token)
         return dict(zip(ids, samples, strict=True))
+
+    def _pool(
+        self, items: Sequence[Item], hidden: Tensor, starts: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """What the prompts that end in this batch came to; the others' tokens are
+        taken in."""
+        done = {}
+        for item, begin in zip(items, starts, strict=False):
+            if (pool := self._pools.get(item.request_id)) is not None:
+                pool.add(hidden[begin : begin + len(item.tokens)])
+                if item.samples:
+                    done[item.request_id] = pool.vector()
+        return done
 
     def _score_prompt(
         self, item: Item, hidden: Tensor, begin: int

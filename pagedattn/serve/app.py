@@ -15,10 +15,24 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from pagedattn.serve import chat, completions, messages, responses
+from pagedattn.serve import (
+    chat,
+    completions,
+    embeddings,
+    messages,
+    responses,
+    scoring,
+)
 from pagedattn.serve.front import Front, ServedEngine, front_for
 from pagedattn.serve.gate import REQUEST_ID, Gate
 from pagedattn.serve.messages_body import CountBody, MessagesBody
+from pagedattn.serve.pooling_bodies import (
+    EmbeddingBody,
+    PoolBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from pagedattn.serve.problems import ApiError, as_api_error, body_for
 from pagedattn.serve.prompts import chat_prompt, plain_ids
 from pagedattn.serve.protocol import (
@@ -171,6 +185,40 @@ async def count_message_tokens(http: Request) -> Response:
     """How many tokens a message would be served as."""
     body = await _read(http, CountBody)
     return await messages.count_tokens(_front(http), body)
+
+
+# Embeddings, and how near texts are.
+@router.post("/v1/embeddings", openapi_extra=_reads(EmbeddingBody))
+async def create_embedding(http: Request) -> Response:
+    """Vectors of texts."""
+    return await _generate(http, EmbeddingBody, embeddings.create)
+
+
+@router.post("/pooling", openapi_extra=_reads(PoolingBody))
+async def pooling(http: Request) -> Response:
+    """Vectors of texts, in vLLM's form."""
+    return await _generate(http, PoolingBody, embeddings.pool)
+
+
+@router.post("/score", openapi_extra=_reads(ScoreBody))
+@router.post("/v1/score", openapi_extra=_reads(ScoreBody))
+async def score(http: Request) -> Response:
+    """How near the two texts of each pair are."""
+    return await _generate(http, ScoreBody, scoring.score)
+
+
+@router.post("/rerank", openapi_extra=_reads(RerankBody))
+@router.post("/v1/rerank", openapi_extra=_reads(RerankBody))
+@router.post("/v2/rerank", openapi_extra=_reads(RerankBody))
+async def rerank(http: Request) -> Response:
+    """Documents in the order of their nearness to a query."""
+    return await _generate(http, RerankBody, scoring.rerank)
+
+
+@router.post("/classify", openapi_extra=_reads(PoolBody))
+async def classify(http: Request) -> Response:
+    """Refused: no classifier is built."""
+    return await _generate(http, PoolBody, scoring.classify)
 
 
 # Models.

@@ -98,11 +98,13 @@ def _serve(args: argparse.Namespace) -> int:
     _set_up_logging(settings.log_level)
     with listen(settings.host, settings.port) as bound:
         from pagedattn import AsyncEngine
+        from pagedattn.encoder_engine import EncoderEngine, wants_encoder
 
         # While weights load, which leaves the interpreter free, the web part comes in.
         web = threading.Thread(target=import_module, args=("pagedattn.serve.server",))
         web.start()
-        engine = AsyncEngine.from_args(engine_args, show_progress=sys.stderr.isatty())
+        kind = EncoderEngine if wants_encoder(engine_args) else AsyncEngine
+        engine = kind.from_args(engine_args, show_progress=sys.stderr.isatty())
         try:
             web.join()
             from pagedattn.serve.app import build_app
@@ -130,6 +132,8 @@ def banner(
     facts: dict[str, str], names: list[str], url: str, keyed: bool = False
 ) -> str:
     """What a start says: the model, how it runs, its pool, and how to ask it."""
+    if "num_gpu_blocks" not in facts:
+        return _encoder_banner(facts, names, url)
     blocks, size = int(facts["num_gpu_blocks"]), int(facts["block_size"])
     length = int(facts["max_model_len"])
     cache = int(facts["kv_cache_bytes"]) / (1 << 30)
@@ -153,6 +157,21 @@ def banner(
     curl = f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
     return "\n".join([*lines, f"{curl}{key} -d '{body}'"])
+
+
+def _encoder_banner(facts: dict[str, str], names: list[str], url: str) -> str:
+    """The same for an encoder, which has no pool."""
+    rows = (
+        ("model", f"{', '.join(names)} ({facts['architecture']})"),
+        ("linear layers", f"{facts['linear']}, {facts['threads']} threads"),
+        ("embeddings", f"{facts['hidden_size']} numbers, pooling {facts['pooling']}"),
+        ("longest text", f"{facts['max_model_len']} tokens"),
+        ("address", url),
+    )
+    lines = [f"pagedattn {__version__}", *(f"  {k:16} {v}" for k, v in rows)]
+    body = json.dumps({"model": names[0], "input": "Hi"})
+    curl = f"  curl {url}/v1/embeddings -H 'Content-Type: application/json' -d '{body}'"
+    return "\n".join([*lines, curl])
 
 
 # Kernels.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pagedattn.config import EngineArgs, EngineConfig
 from pagedattn.errors import NotSupported
 from pagedattn.metrics import Metrics
+from pagedattn.model.pooling import Pooling
 from pagedattn.request import RequestOutput, SamplingParams
 from pagedattn.serve.formats import structured_outputs
 from pagedattn.serve.problems import ApiError
@@ -45,6 +46,9 @@ class ServedEngine(Protocol):
     model_name: str
     vocab_size: int
     is_running: bool
+    generates: bool
+    pooling: Pooling | None
+    hidden_size: int
 
     def default_sampling(self) -> dict[str, Any]:
         """Sampling defaults that the model brings."""
@@ -59,6 +63,12 @@ class ServedEngine(Protocol):
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; UserError before any work; closing it aborts."""
+        ...
+
+    async def embed(
+        self, prompt: dict[str, Any], request_id: str, *, priority: int = 0
+    ) -> RequestOutput:
+        """The prompt's pooled hidden states; being cancelled ends the work."""
         ...
 
     async def drain(self, timeout: float) -> None:
@@ -129,9 +139,34 @@ class Front:
         return asked
 
     def open_call(self, prefix: str, body: GenerateBody, request_id: str) -> Call:
-        """Identify a request; its id is part of the answer's."""
+        """Identify a request for text; its id is part of the answer's."""
         model = self.model(body.model)
+        if not self.engine.generates:
+            raise ApiError(
+                400,
+                f"The model `{model}` generates no text here: it serves embeddings, "
+                "scores and reranking only.",
+                "model",
+            )
         return Call(f"{prefix}-{request_id[:LONGEST_ID]}", int(time.time()), model)
+
+    def open_pooling(self, prefix: str, asked: str | None, request_id: str) -> Call:
+        """Identify a request for embeddings or scores; 400 where there are none."""
+        model = self.model(asked)
+        if self.engine.pooling is None:
+            raise ApiError(
+                400,
+                f"The model `{model}` gives no embeddings here: the server was started "
+                "with --convert none.",
+                "model",
+            )
+        return Call(f"{prefix}-{request_id[:LONGEST_ID]}", int(time.time()), model)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How the model pools; asked only after `open_pooling`."""
+        assert self.engine.pooling is not None
+        return self.engine.pooling
 
     def generate(
         self, call: Call, body: GenerateBody, prompts: list[Prompt], p: SamplingParams

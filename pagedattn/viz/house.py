@@ -55,6 +55,7 @@ FLOORS = (
             ("assembly", "builds an engine"),
             ("llm", "for scripts"),
             ("async_engine", "for servers"),
+            ("encoder_engine", "encoders, for servers"),
         ),
     ),
     (
