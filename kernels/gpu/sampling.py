@@ -155,11 +155,12 @@ def cut_at(row, vocab, goal, facts, RANK: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def largest(row, vocab, BLOCK: tl.constexpr):
-    """(value, id) of the first largest logit."""
+    """(value, id) of the first largest logit; a NaN is infinite."""
     peak, best = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32)
     for first in range(0, vocab, BLOCK):
         i = first + tl.arange(0, BLOCK)
         x = tl.load(row + i, mask=i < vocab, other=float("-inf"))
+        x = tl.where(x == x, x, float("inf"))
         top = tl.max(x, 0)
         here = tl.min(tl.where((x == top) & (i < vocab), i, LAST), 0)
         best = tl.where(top > peak, here, best)
@@ -199,13 +200,16 @@ def sample_row(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """One row's token. A filter that a row does not ask for costs it nothing."""
+    """One row's token, -1 where its largest logit is not finite. A filter that a row
+    does not ask for costs it nothing."""
     r = tl.program_id(0)
     temperature, top_k = tl.load(filters[0] + r), tl.load(filters[1] + r)
     top_p, min_p = tl.load(filters[2] + r), tl.load(filters[3] + r)
     row = logits + r.to(tl.int64) * vocab
     peak, token = largest(row, vocab, BLOCK)
-    if temperature > 0:
+    if tl.abs(peak) == float("inf"):
+        token = tl.full((), -1, tl.int32)
+    elif temperature > 0:
         lowest, last = tl.zeros((), tl.uint32), tl.full((), LAST, tl.int32)
         if (top_k > 0) & (top_k < vocab):
             goal = top_k.to(tl.float64)

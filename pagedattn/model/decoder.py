@@ -151,7 +151,8 @@ class Attention:
 class MLP:
     """down(act(gate) x up), gate and up in one product; `act` is a kernel.
 
-    Where the product reads panels, the activation is part of it.
+    Where the product reads panels, and the kernels have one for both, the activation
+    is part of it.
     """
 
     gate_up: Linear
@@ -164,12 +165,13 @@ class MLP:
         width = self.gate_up.out_features
         hidden = scratch("hidden", len(x), width // 2)
         panels = self.gate_up.panels
-        if panels is None:
+        fused = getattr(self.kernels, f"{self.activation}_linear", None)
+        if panels is None or fused is None:
             gate_up = scratch("gate_up", len(x), width)
             self.gate_up.into(gate_up, x)
             getattr(self.kernels, f"{self.activation}_mul")(hidden, gate_up)
         else:
-            getattr(self.kernels, f"{self.activation}_linear")(hidden, x, panels)
+            fused(hidden, x, panels)
         self.down.into(out, hidden)
 
 
@@ -228,7 +230,7 @@ class Layer:
 class Decoder:
     """A causal language model over a paged KV cache.
 
-    `embedding` [vocab, hidden] may keep the file's dtype; rows leave it as float32.
+    `embedding` [vocab, hidden] may keep the file's dtype; rows leave it as `dtype`.
     """
 
     spec: ModelSpec
@@ -238,10 +240,14 @@ class Decoder:
     norm: Array
     head: Projection
     kernels: ModuleType
+    dtype: torch.dtype = torch.float32  # of everything between two kernels
     scratch: Scratch = field(init=False)
+    floats: Scratch = field(init=False)  # for logits, where `dtype` is another
 
     def __post_init__(self) -> None:
-        scratch = Scratch(self.kernels.native, self.embedding.device)
+        native, device = self.kernels.native, self.embedding.device
+        scratch = Scratch(native, device, self.dtype)
+        object.__setattr__(self, "floats", Scratch(native, device))
         object.__setattr__(self, "scratch", scratch)
 
     @torch.no_grad()
@@ -274,6 +280,8 @@ class Decoder:
         out = self.scratch("logits", len(hidden), self.head.out_features)
         self.head.into(out, self.kernels.native(hidden))
         logits = torch.as_tensor(out)
+        if logits.dtype != torch.float32:
+            logits = self.floats("logits", *logits.shape).copy_(logits)
         if self.config.logit_scale != 1.0:
             logits *= self.config.logit_scale
         if cap := self.config.logit_softcap:

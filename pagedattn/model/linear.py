@@ -144,9 +144,24 @@ def _by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _by_torch(weight: Tensor, bias: Tensor | None) -> Product:
+    if weight.is_cuda:
+        return _by_cublas(weight.T, bias)
+
     def product(out: Array, x: Array) -> None:
         y = functional.linear(torch.as_tensor(x), weight, bias)
         torch.as_tensor(out).copy_(y)
+
+    return product
+
+
+def _by_cublas(columns: Tensor, bias: Tensor | None) -> Product:
+    """Straight into `out`: a copy would be one more kernel for each product."""
+
+    def product(out: Array, x: Array) -> None:
+        if bias is None:
+            torch.mm(x, columns, out=out)
+        else:
+            torch.addmm(bias, x, columns, out=out)
 
     return product
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -122,11 +122,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- Loading
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model's weights go, and the dtype in which it computes there."""
+
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+
+
 def load(
     source: Source,
     kernels: ModuleType,
     max_model_len: int | None = None,
     progress: Progress | None = None,
+    placement: Placement | None = None,
 ) -> Decoder:
     """The model at `source`, computing with `kernels` up to `max_model_len` positions.
 
@@ -135,7 +144,7 @@ def load(
     each missing, unexpected or misshapen weight.
     """
     config, reader = open_checkpoint(source)
-    weights = Weights(reader, progress)
+    weights = Weights(reader, progress, placement)
     length = max_model_len or config.max_model_len
     with _one_torch_thread() as threads:
         model = build(config, weights, kernels, length, threads)
@@ -192,14 +201,24 @@ def _harmless(config: DecoderConfig) -> tuple[str, ...]:
 class Weights:
     """Hands out a checkpoint's weights, each checked, and knows what nobody took."""
 
-    def __init__(self, reader: Reader, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        progress: Progress | None = None,
+        placement: Placement | None = None,
+    ) -> None:
         self.reader = reader
         self.progress = progress
+        self.placement = placement or Placement()
         self.taken: set[str] = set()
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Weight `name` as float32 of exactly `shape`."""
-        return self.take_as_stored(name, *shape).float()
+        """Weight `name` of exactly `shape`, in its place."""
+        return self.placed(self.take_as_stored(name, *shape))
+
+    def placed(self, weight: Tensor) -> Tensor:
+        """`weight` on the model's device, in its dtype."""
+        return weight.to(self.placement.device).to(self.placement.dtype)
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
         """Weight `name` in the file's precision; rows past `shape` are cut.
@@ -262,8 +281,10 @@ class _Builder:
         self.weights = weights
         self.kernels = kernels
         ropes = {layer.rope for layer in config.layers if layer.rope}
+        device = weights.placement.device
         self.tables = {
-            rope: kernels.native(cos_sin_table(rope, max_model_len)) for rope in ropes
+            rope: kernels.native(cos_sin_table(rope, max_model_len).to(device))
+            for rope in ropes
         }
 
     def decoder(self) -> Decoder:
@@ -271,6 +292,8 @@ class _Builder:
         c, root = self.config, self.config.names.root
         vocabulary = c.vocab_size, c.hidden_size
         embedding = self.weights.take_as_stored(root + EMBEDDING, *vocabulary)
+        if self.weights.placement.device.type != "cpu":
+            embedding = self.weights.placed(embedding)
         with ThreadPoolExecutor(self.threads) as cores:
             layers = tuple(cores.map(self._layer, range(len(c.layers)), c.layers))
         return Decoder(
@@ -281,12 +304,13 @@ class _Builder:
             norm=self._norm(f"{root}model.norm", c.hidden_size),
             head=self._head(embedding),
             kernels=self.kernels,
+            dtype=self.weights.placement.dtype,
         )
 
     def _head(self, embedding: Tensor) -> Linear:
         """Its own weight, or the embedding's when tied; never made up."""
         if self.config.tied:
-            return Linear(embedding.float())
+            return Linear(self.weights.placed(embedding))
         name = self.config.names.root + HEAD
         if self.weights.reader.key(name) is None:
             raise UserError(
@@ -356,8 +380,9 @@ class _Builder:
     # Differences that need no step of their own are folded into the weights here:
     # Gemma's norms are 1 + w, Granite scales what a block adds to the residual.
     def _norm(self, name: str, size: int) -> Any:
-        weight = self.weights.take(f"{name}.weight", size) + self.config.norm_offset
-        return self.kernels.native(weight)
+        stored = self.weights.take_as_stored(f"{name}.weight", size)
+        weight = stored.to(self.weights.placement.device).float()
+        return self.kernels.native(weight + self.config.norm_offset)
 
     def _qk_norm(self, name: str, width: int) -> Any | None:
         kind = self.config.qk_norm

@@ -13,15 +13,20 @@ from torch import Tensor
 
 
 class Scratch:
-    """Arrays by name, as `native` makes them of float32 tensors on one device.
+    """Arrays by name, as `native` makes them of tensors of one dtype, on one device.
 
     A name stands for one piece of memory, which grows to the largest shape it was
     asked for: the next call with that name may overwrite what this one returned.
     """
 
-    def __init__(self, native: Callable[[Tensor], Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        native: Callable[[Tensor], Any],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._native = native
-        self._device = device
+        self._like = {"device": device, "dtype": dtype}
         self._memory: dict[str, Tensor] = {}
         self._arrays: dict[str, Any] = {}
 
@@ -36,5 +41,5 @@ class Scratch:
         size = prod(shape)
         memory = self._memory.get(name)
         if memory is None or len(memory) < size:
-            memory = self._memory[name] = torch.empty(size, device=self._device)
+            memory = self._memory[name] = torch.empty(size, **self._like)
         return memory[:size].view(shape)

@@ -43,6 +43,7 @@ FLOORS = (
             ("model", "batch, decoder, loaders"),
             ("sampling", "from logits to a token"),
             ("runner", "runs a plan"),
+            ("device", "a GPU that works by itself"),
         ),
     ),
     (
@@ -52,6 +53,7 @@ FLOORS = (
             ("engine", "step(): plan, run, commit"),
             ("output", "results become text"),
             ("metrics", "counters and clocks"),
+            ("pipeline", "step() on a device, one ahead"),
             ("assembly", "builds an engine"),
             ("llm", "for scripts"),
             ("async_engine", "for servers"),
