@@ -563,5 +563,19 @@ def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):
         fresh.check(wish(regex="a"))
 
 
+def test_reasons_are_the_callers_own() -> None:
+    """No trace of what the engine put before a grammar, and lines as they were sent."""
+    for kinds, start in (
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"regex": "("}, 'invalid regex "("'),
+        ({"grammar": 'start: "a"\n  x'}, "line 2: "),
+    ):
+        with pytest.raises(UserError) as refusal:
+            GRAMMARS.check(wish(**kinds))
+        reason = str(refusal.value).split("can't be used: ")[1]
+        assert reason.startswith(start), reason
+        assert "llguidance" not in reason and "start:" not in reason
+
+
 def test_hash_vocabulary_is_whole():
     assert len(hash_grammars([0])._pieces()) == VOCABULARY

@@ -57,6 +57,7 @@
 # | [07 Triton kernels](07_triton.ipynb) | what can be known of a GPU without one? |
 # | [08 Sampling](08_sampling.ipynb) | how do scores become a token? |
 # | [09 Engine and server](09_engine.ipynb) | how do clients share one loop? |
+# | [10 Grammars](10_grammars.ipynb) | how can an answer be sure to be JSON? |
 # | [15 Measure](15_measure.ipynb) | how fast is it, and how do you know? |
 # | [17 Reading vLLM](17_vllm.ipynb) | where is all this in vLLM? |
 #
@@ -323,7 +324,8 @@ show(errors.UserError, errors.NotSupported, errors.EngineDead)
 # of `SamplingParams` cannot know without a model (the vocabulary, the limit on
 # logprobs) is checked here. Then it draws a **seed** for a request that brought none,
 # once, at arrival; from here on every random choice is a function of seed and position,
-# so that no neighbour and no preemption can change it (chapter 08). `_request` makes
+# so that no neighbour and no preemption can change it (chapter 08). `_check_wish` has
+# a grammar compiled, if the answer must keep one (chapter 10). `_request` makes
 # the scheduler's view of one sibling. Its `limit` is the number of tokens at which it
 # must end: what the caller asked for, and never more than the context length or than a
 # request alone could hold in the pool.
@@ -331,7 +333,8 @@ show(errors.UserError, errors.NotSupported, errors.EngineDead)
 # %%
 from pagedattn.intake import Ask, Intake
 
-show(Ask, Intake.__init__, Intake.accept, Intake._request)
+show(Ask, Intake.__init__, Intake.accept, Intake._check_wish)
+show(Intake._request)
 
 # %% [markdown]
 # The rest of the room takes prompts apart. A prompt is text, token ids, or a dict with
@@ -708,8 +711,8 @@ with broken(Intake._fit, "self.config.max_model_len - 1", "self.config.max_model
 # that has its prefix. And each request records when it was `QUEUED`, `SCHEDULED` and
 # `PREEMPTED` (`EngineCoreEventType`), which becomes the latency metrics.
 #
-# *Left out here, so far:* several devices, LoRA adapters, images, structured output,
-# speculative decoding, and moving caches between machines. Chapter 17 has the whole
+# *Left out here, so far:* several devices, LoRA adapters, images, speculative
+# decoding, and moving caches between machines. Chapter 17 has the whole
 # comparison, room by room.
 #
 # [01 What one token costs →](01_cost.ipynb)

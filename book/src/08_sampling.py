@@ -260,6 +260,7 @@ for given in (
 # `_counts` prepare bias, bad words and counts with it. `num_logprobs` and
 # `num_prompt_logprobs` say how many candidates to report, and `_many` reads `-1` as
 # the whole vocabulary. `append` takes note of a sampled token.
+# `ended` and the field `grammar` belong to chapter 10.
 #
 # Counting must not cost more as the answer grows. `TokenCounts` keeps the distinct
 # `ids` and their `counts` in two arrays; `add` is one dictionary look-up, and `_grow`
@@ -689,10 +690,10 @@ for title, setting in {
 #   and draws a number for each token from that.
 # - **Siblings** are `vllm/v1/engine/parallel_sampling.py: ParentRequest`; a child's
 #   seed is `seed + index`.
-# - **Left out here:** custom logits processors, grammars (a mask before step 1),
-#   `logprobs_mode` other than raw, `logprob_token_ids`, thinking budgets. llama.cpp
-#   has samplers that neither has (DRY, XTC, typical, mirostat) and lets the caller
-#   choose their order; nano-vllm has temperature alone.
+# - **Left out here:** grammars (a mask before step 1: chapter 10), custom logits
+#   processors, `logprobs_mode` other than raw, `logprob_token_ids`, thinking budgets.
+#   llama.cpp has samplers that neither has (DRY, XTC, typical, mirostat) and lets the
+#   caller choose their order; nano-vllm has temperature alone.
 #
 # Next: who calls `sample`, in which thread, and what happens when a client goes away.
 # [09 Engine and server →](09_engine.ipynb)

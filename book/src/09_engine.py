@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 09 · Engine and server
 #
-# [← 08 Sampling](08_sampling.ipynb) · [15 Measure →](15_measure.ipynb)
+# [← 08 Sampling](08_sampling.ipynb) · [10 Grammars →](10_grammars.ipynb)
 #
 # ## Three blocks, and a lid that closes
 #
@@ -708,4 +708,4 @@ with broken(Scheduler._finish, "self.tables.release(request)", "pass"):
 # - **Left out here:** several API servers, data parallel engines and their
 #   coordinator, pausing and sleeping, weight updates, streaming input, gRPC.
 #
-# Next: how fast it is, and how one knows, [15 Measure →](15_measure.ipynb)
+# Next: an answer that a program can read, [10 Grammars →](10_grammars.ipynb)

@@ -16,6 +16,7 @@ schema 0.9 / 6 ms to compile, 100 nested objects 13 / 1,070 ms, an e-mail's expr
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -62,7 +63,7 @@ class Matcher:
     @property
     def error(self) -> str:
         """Why the parser gave up, or nothing: a step's work is bounded too."""
-        return self._machine.get_error()[:LONGEST_FAULT]
+        return reason_of(self._machine.get_error())
 
     @property
     def ended(self) -> bool:
@@ -184,7 +185,7 @@ class _Words:
             if not mask.any() and not machine.is_accepting():
                 raise wish.fault(f"has a {wish.kind} that no text can satisfy")
         if machine.is_error():
-            reason = machine.get_error()[:LONGEST_FAULT]
+            reason = reason_of(machine.get_error())
             raise wish.fault(f"has a {wish.kind} that can't be used: {reason}")
         return machine
 
@@ -210,6 +211,17 @@ class _Pieces:
     def __call__(self, text: bytes) -> list[int]:
         """No ids: nothing is forced."""
         return []
+
+
+def reason_of(message: str) -> str:
+    """The library's words without its listing; lines are counted without `HEADER`."""
+    words = re.split(r"\n\s+\d+ \| ", message)[0]
+    place = re.match(r"(?:at )?(\d+)\(\d+\): ", words)
+    if place is not None:
+        line = int(place[1]) - 1
+        words = words[place.end() :].removeprefix("failed to compile JSON schema: ")
+        words = words if line == 1 else f"line {line}: {words}"
+    return words[:LONGEST_FAULT]
 
 
 def _library(wish: StructuredOutputsParams) -> Any:
