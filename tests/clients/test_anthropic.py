@@ -77,7 +77,7 @@ def test_a_stream_with_thoughts(client: anthropic.Anthropic) -> None:
     assert {"thinking", "text", "signature"} <= set(events)
     thought, text = message.content
     assert thought.thinking.strip() == "let me see" and thought.signature
-    assert text.text == "fine" and message.stop_reason == "end_turn"
+    assert text.text.strip() == "fine" and message.stop_reason == "end_turn"
     assert message.usage.output_tokens > 0
     whole = client.messages.create(**body)
     assert [b.to_dict() for b in message.content] == [
