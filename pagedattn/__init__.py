@@ -15,7 +15,12 @@ if os.environ.get("PAGEDATTN_STUDENT"):  # before any module that it may replace
     student.install()
 
 from pagedattn.config import EngineArgs
-from pagedattn.request import CompletionOutput, RequestOutput, SamplingParams
+from pagedattn.request import (
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from pagedattn.version import __version__
 
 __all__ = [
@@ -26,6 +31,7 @@ __all__ = [
     "EngineArgs",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -36,6 +36,7 @@ from pagedattn.model.source import Source
 from pagedattn.model.tokenizer import read_tokenizer
 from pagedattn.request import SamplingParams
 from pagedattn.runner import Runner
+from pagedattn.sampling.grammar import Grammars
 from pagedattn.scheduler import Scheduler
 from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
@@ -79,12 +80,17 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
         _load_kernels(show_progress)
         model = weights.result()
     config, scheduler = _plan_cache(args, spec, groups, measured_knee())
-    runner = Runner(model, groups, config.block_size, _new_cache(config, spec))
+    eos_ids = [*defaults["eos_token_id"], *_eos_of(tokenizer)]
+    grammars = Grammars(
+        tokenizer.pieces, tokenizer.special_ids, spec.vocab_size, eos_ids
+    )
+    cache = _new_cache(config, spec)
+    runner = Runner(model, groups, config.block_size, cache, grammars)
     name = (args.served_model_name or [found.name])[0]
     facts = _facts(found, spec, config, groups, threads)
-    eos_ids = [*defaults["eos_token_id"], *_eos_of(tokenizer)]
+    capacity = scheduler.tables.capacity()
     intake = Intake(
-        config, scheduler.tables.capacity(), spec.vocab_size, eos_ids, tokenizer
+        config, capacity, spec.vocab_size, eos_ids, tokenizer, grammars.check
     )
     metrics = Metrics(name, config.max_model_len, facts)
     engine = Engine(config, scheduler, runner, intake, metrics, tokenizer)

@@ -177,7 +177,8 @@ class AsyncEngine:
 
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         size = len(text) if isinstance(text, str) else 0
-        if size > LONG_TEXT or params.bad_words:
+        slow = params.bad_words or params.structured_outputs is not None
+        if size > LONG_TEXT or slow:
             return await asyncio.to_thread(accept)
         return accept()
 

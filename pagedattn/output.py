@@ -82,7 +82,8 @@ class Sequence:
         """Take one update; whether a stop string completed in it, which ends the
         sequence there, whatever else the step brought."""
         request = update.request
-        matched = self._push(update.tokens, request.finish_reason == "stop")
+        ending = request.finish_reason == "stop" and not update.result.ended
+        matched = self._push(update.tokens, ending)
         self.token_ids += update.tokens
         if self.scores is not None and update.result.logprobs is not None:
             data = update.result.logprobs

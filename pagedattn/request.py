@@ -20,6 +20,7 @@ MAX_N = 16_384  # sequences for one prompt
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 4_096
+MAX_CHOICES = 1_024
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 LOWEST_TEMPERATURE = 1e-2  # positive temperatures under this are raised to it
 INT64 = 2**63
@@ -87,6 +88,75 @@ def _top(name: str, value: Any) -> int | None:
     return 1 if value is True else _whole(name, value, -1)
 
 
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """What an answer's text must be; exactly one kind, names and meanings vLLM's.
+
+    `json`: a JSON schema, as a dict or as text; `regex`: an expression that all of the
+    answer matches; `choice`: one of these strings; `grammar`: a grammar in Lark's
+    notation or in EBNF; `json_object`: any JSON object. JSON may hold white space
+    between its parts: none with `disable_any_whitespace`, or what the expression
+    `whitespace_pattern` matches. With `disable_additional_properties` an object has
+    no properties but those that its schema lists. `source` is what errors call the
+    field. Whether a grammar can be compiled is known to `sampling.grammar`, which
+    `Intake` asks.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    source: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        given = [k for k in GRAMMAR_KINDS if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise self.fault(
+                f"must have exactly one of {', '.join(GRAMMAR_KINDS)}, "
+                f"got {' and '.join(given) or 'none'}"
+            )
+        if self.choice is not None:
+            self.choice = _strings(self.source, self.choice, MAX_CHOICES)
+            if not self.choice:
+                raise self.fault("has an empty choice")
+        self._check_texts()
+        if self.json_object is not None and self.json_object is not True:
+            raise self.fault(f"json_object must be true, got {self.json_object!r}")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise self.fault(f"{name} must be true or false")
+
+    def _check_texts(self) -> None:
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not text.strip()):
+                raise self.fault(f"{name} must be a string that is not blank")
+            if "\0" in (text or ""):
+                raise self.fault(f"{name} holds a NUL character")
+        if not isinstance(self.json, str | dict | bool | None):
+            raise self.fault(
+                f"json must be a schema or its text, got {type(self.json).__name__}"
+            )
+        if isinstance(self.json, str) and not self.json.strip():
+            raise self.fault("json is blank")
+
+    @property
+    def kind(self) -> str:
+        """Which of the five was asked for."""
+        return next(k for k in GRAMMAR_KINDS if getattr(self, k) is not None)
+
+    def fault(self, what: str) -> UserError:
+        """The error that says what is wrong, under the name that the caller used."""
+        return UserError(f"{self.source} {what}.", self.source)
+
+
 @dataclass(slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop; names, defaults and meanings are vLLM's.
@@ -122,6 +192,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -133,6 +204,13 @@ class SamplingParams:
             raise UserError(
                 f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.",
                 "output_kind",
+            )
+        wish = self.structured_outputs
+        if wish is not None and not isinstance(wish, StructuredOutputsParams):
+            raise UserError(
+                "structured_outputs must be StructuredOutputsParams, got "
+                f"{type(wish).__name__}.",
+                "structured_outputs",
             )
         if self.stop and not self.detokenize:
             raise UserError("stop strings need detokenize=True.", "stop")
@@ -249,7 +327,22 @@ def params_from(values: dict[str, Any]) -> SamplingParams:
     for name in values:
         if name not in known:
             raise NotSupported(f"{name} is not a sampling parameter.", name)
+    wish = values.get("structured_outputs")
+    if isinstance(wish, dict):
+        values = {**values, "structured_outputs": grammar_from(wish)}
     return SamplingParams(**values)
+
+
+def grammar_from(
+    values: dict[str, Any], source: str = "structured_outputs"
+) -> StructuredOutputsParams:
+    """`StructuredOutputsParams` from a plain dict; an unknown name is an error."""
+    known = {f.name for f in fields(StructuredOutputsParams)} - {"source"}
+    for name in values:
+        if name not in known:
+            raise NotSupported(f"{source}: {name!r} is not supported.", source)
+    given = {name: value for name, value in values.items() if value is not None}
+    return StructuredOutputsParams(**given, source=source)
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ from pagedattn.model.batch import (
     decodes_first,
     make_batch,
 )
+from pagedattn.sampling.grammar import Grammars
 from pagedattn.sampling.logprobs import prompt_logprobs
 from pagedattn.sampling.sampler import Sample, sample
 from pagedattn.sampling.state import SampleState
@@ -64,8 +65,10 @@ class Runner:
         groups: Sequence[LayerGroup],
         block_size: int,
         new_cache: NewCache,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
+        self.grammars = grammars
         self.block_size = block_size
         self.caches = layer_caches(groups, new_cache)
         self._states: dict[str, SampleState] = {}
@@ -89,7 +92,8 @@ class Runner:
         results: list[Result] = [Result()] * len(items)
         for s, (i, item) in enumerate(zip(order, items, strict=True)):
             scores = self._score_prompt(item, hidden, starts[s])
-            results[i] = _result(samples.get(item.request_id), scores)
+            ended = self._states[item.request_id].ended
+            results[i] = _result(samples.get(item.request_id), scores, ended)
         return results
 
     # What the runner remembers between plans: the tokens and wishes of each request.
@@ -100,6 +104,10 @@ class Runner:
             self._states[start.request_id] = self._state(start)
 
     def _state(self, start: Start) -> SampleState:
+        grammar = None
+        if start.params.structured_outputs is not None:
+            assert self.grammars is not None, "the intake refuses what can't be served"
+            grammar = self.grammars.matcher(start.params)
         return SampleState(
             start.params,
             start.seed,
@@ -109,6 +117,7 @@ class Runner:
             start.sibling,
             start.eos_ids,
             start.bad_words_ids,
+            grammar,
         )
 
     def _known(self, item: Item) -> Sequence[int]:
@@ -152,7 +161,9 @@ class Runner:
         return tuple(enumerate(scores, first))
 
 
-def _result(chosen: Sample | None, scores: tuple[tuple[int, Any], ...]) -> Result:
+def _result(
+    chosen: Sample | None, scores: tuple[tuple[int, Any], ...], ended: bool
+) -> Result:
     if chosen is None:
         return Result(prompt_logprobs=scores)
-    return Result(chosen.token, chosen.logprobs, scores, chosen.error)
+    return Result(chosen.token, chosen.logprobs, scores, chosen.error, ended)

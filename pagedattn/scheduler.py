@@ -85,13 +85,15 @@ class Result:
     """What running one item gave: a token if it samples, log-probabilities if asked.
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
-    token could be chosen; that request alone ends.
+    token could be chosen; that request alone ends. `ended`: nothing may follow the
+    token, the answer is complete by its grammar.
     """
 
     token: int | None = None
     logprobs: Any = None
     prompt_logprobs: tuple[tuple[int, Any], ...] = ()
     error: str | None = None
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +381,7 @@ class Scheduler:
         self._suspects.pop(request.id, None)
         request.tokens.append(result.token)
         self._index_settled(request)
-        ending = request.ending()
+        ending = ("stop", None) if result.ended else request.ending()
         if ending is not None:
             self._finish(request, *ending)
         return Update(request, (result.token,), result)

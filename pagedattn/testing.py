@@ -30,6 +30,7 @@ from pagedattn.metrics import Metrics
 from pagedattn.model.batch import Batch, LayerCache
 from pagedattn.request import Request
 from pagedattn.runner import Runner
+from pagedattn.sampling.grammar import Grammars
 from pagedattn.sampling.sampler import sample
 from pagedattn.sampling.state import SampleState
 from pagedattn.scheduler import Scheduler
@@ -112,8 +113,28 @@ class HashModel:
         return hash_logits(hidden.numpy().view(np.uint64))
 
 
+def hash_pieces() -> list[bytes]:
+    """The bytes of `HashModel`'s tokens: most are two letters or digits or signs, the
+    first 256 are one byte each."""
+    signs = b"abcdefghijklmnopqrstuvwxyz0123456789 ,.:;{}[]\"'-+/\n"
+    pairs = [bytes((a, b)) for a in signs for b in signs]
+    rest = VOCABULARY - 256
+    return [bytes([i]) for i in range(256)] + [
+        pairs[i % len(pairs)] for i in range(rest)
+    ]
+
+
+def hash_grammars(eos_ids: Sequence[int]) -> Grammars:
+    """Grammars over `HashModel`'s vocabulary; `eos_ids` are no text."""
+    return Grammars(hash_pieces, eos_ids, VOCABULARY, eos_ids)
+
+
 def hash_runner(
-    model: HashModel, groups: Sequence[LayerGroup], num_blocks: int, block_size: int
+    model: HashModel,
+    groups: Sequence[LayerGroup],
+    num_blocks: int,
+    block_size: int,
+    grammars: Grammars | None = None,
 ) -> Runner:
     """The real runner around a `HashModel`; its KV is one int64 for each slot."""
 
@@ -121,11 +142,14 @@ def hash_runner(
         k = torch.full((num_blocks * block_size,), POISON, dtype=torch.int64)
         return k, torch.empty(num_blocks)  # v only says how many blocks there are
 
-    return Runner(model, groups, block_size, new_cache)
+    return Runner(model, groups, block_size, new_cache, grammars)
 
 
 def hash_engine(
-    windows: tuple[int, int] = (0, 0), eos_ids: Sequence[int] = (), **config: Any
+    windows: tuple[int, int] = (0, 0),
+    eos_ids: Sequence[int] = (),
+    grammars: Grammars | None = None,
+    **config: Any,
 ) -> Engine:
     """The real engine, token ids in and out, around a `HashModel`."""
     settled = EngineConfig(**config)
@@ -133,8 +157,10 @@ def hash_engine(
     scheduler = Scheduler(settled, groups)
     capacity = scheduler.tables.capacity()
     model = HashModel(windows)
-    runner = hash_runner(model, groups, settled.num_blocks, settled.block_size)
-    intake = Intake(settled, capacity, VOCABULARY, eos_ids, None)
+    sizes = settled.num_blocks, settled.block_size
+    runner = hash_runner(model, groups, *sizes, grammars)
+    check = None if grammars is None else grammars.check
+    intake = Intake(settled, capacity, VOCABULARY, eos_ids, None, check)
     metrics = Metrics("hash", settled.max_model_len, {})
     return Engine(settled, scheduler, runner, intake, metrics)
 
@@ -151,9 +177,12 @@ def naive_hidden(tokens: Sequence[int], windows: tuple[int, int]) -> np.ndarray:
 
 
 def naive_generate(
-    request: Request, windows: tuple[int, int] = (0, 0)
+    request: Request,
+    windows: tuple[int, int] = (0, 0),
+    grammars: Grammars | None = None,
 ) -> tuple[list[int], str]:
     """(output tokens, finish reason) of `request` alone, from its prompt: the truth."""
+    wished = grammars is not None and request.params.structured_outputs is not None
     state = SampleState(
         request.params,
         request.seed,
@@ -162,6 +191,7 @@ def naive_generate(
         sibling=request.sibling,
         eos_ids=request.eos_ids,
         bad_words_ids=request.bad_words_ids,
+        grammar=grammars.matcher(request.params) if wished else None,
     )
     alone = Request(
         request.id,
@@ -176,7 +206,7 @@ def naive_generate(
         assert token is not None
         state.append(token)
         alone.tokens.append(token)
-        ending = alone.ending()
+        ending = ("stop", None) if state.ended else alone.ending()
         if ending is not None:
             return alone.tokens[alone.prompt_len :], ending[0]
 

@@ -73,6 +73,7 @@ def whole(live: Live, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     choice = live.chat(**body)["choices"][0]
     message = choice["message"]
     assert message.pop("role") == "assistant" and message.pop("refusal") is None
+    message["content"] = message["content"] or None
     return without_ids(message), choice["finish_reason"]
 
 
@@ -311,6 +312,149 @@ def test_unknown_parsers_are_named_at_the_start() -> None:
         ServeArgs(reasoning_parser="qwen")
     with pytest.raises(UserError, match="needs tool_call_parser"):
         ServeArgs(enable_auto_tool_choice=True)
+
+
+# Choices that a grammar enforces, on the real model with its random weights.
+@pytest.fixture(scope="module")
+def real(engine: Scripted) -> Iterator[Live]:
+    """The engine itself, with a parser that must not come in its way."""
+    args = settings(tool_call_parser="mistral", reasoning_parser="deepseek_r1")
+    with serving(engine._engine, args) as live:
+        yield live
+
+
+REF = {"$ref": "#/$defs/unit"}
+SET = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Tokyo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": REF,
+    },
+    "required": ["city", "days", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+FORECAST = {"type": "function", "function": {"name": "forecast", "parameters": SET}}
+CLOCK = {"type": "function", "function": {"name": "now"}}
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def compact(live: Live) -> dict[str, Any]:
+    """No white space: a random model would write it until its tokens are spent."""
+    ids = live.post("/tokenize", {"prompt": " \n\t\r"}).json()["tokens"]
+    return {"logit_bias": {str(i): -100 for i in ids}, "temperature": 1}
+
+
+def check_arguments(function: dict[str, Any]) -> None:
+    """Arguments are JSON and valid under the function's schema."""
+    arguments = json.loads(function["arguments"])
+    if function["name"] == "now":
+        assert arguments == {}
+        return
+    assert function["name"] == "forecast" and set(arguments) == set(SET["required"])
+    assert arguments["city"] in ("Tokyo", "Rome") and arguments["unit"] in ("C", "F")
+    assert type(arguments["days"]) is int and 1 <= arguments["days"] <= 14
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_c75_named_choice_is_arguments_and_nothing_else(real: Live, seed: int) -> None:
+    body = {"messages": HI, "tools": [CLOCK, FORECAST], "seed": seed, **compact(real)}
+    body["tool_choice"] = {"type": "function", "function": {"name": "forecast"}}
+    message, reason = whole(real, {**body, "max_tokens": 300})
+    assert reason == "stop" and message["content"] is None
+    (only,) = message["tool_calls"]
+    check_arguments(only["function"])
+    assert only["function"]["name"] == "forecast"
+    assert streamed(real, {**body, "max_tokens": 300}) == (message, reason)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_c73_required_choice_calls(real: Live, seed: int, parallel: bool) -> None:
+    body = {"messages": HI, "tools": [CLOCK, FORECAST], "seed": seed, **compact(real)}
+    body |= {"tool_choice": "required", "parallel_tool_calls": parallel}
+    message, reason = whole(real, {**body, "max_tokens": 300})
+    assert streamed(real, {**body, "max_tokens": 300}) == (message, reason)
+    assert message["content"] is None
+    assert reason == "tool_calls" or (parallel and reason == "length")
+    calls = message["tool_calls"]
+    for each in calls if reason == "tool_calls" else calls[:-1]:
+        check_arguments(each["function"])
+    assert parallel or len(calls) == 1
+
+
+@pytest.mark.parametrize("limit", [1, 8, 20, 40])
+def test_c73_required_choice_that_is_cut(real: Live, limit: int) -> None:
+    body = {"messages": HI, "tools": [FORECAST], "tool_choice": "required"}
+    message, reason = whole(real, {**body, "max_tokens": limit})
+    assert reason == "length"
+    assert streamed(real, {**body, "max_tokens": limit}) == (message, reason)
+
+
+def test_calls_come_in_pieces(real: Live) -> None:
+    """Arguments stream: more deltas than calls."""
+    body = {"messages": HI, "tools": [FORECAST], "max_tokens": 200}
+    choice = {"type": "function", "function": {"name": "forecast"}}
+    chunks = real.chunks(CHAT, {**body, "tool_choice": choice})
+    deltas = [c["choices"][0]["delta"].get("tool_calls") for c in chunks]
+    assert sum(bool(d) for d in deltas) > 10
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "strin"},
+        {"type": "object", "properties": {"x": {"type": "string", "pattern": "["}}},
+        {"type": "object", "properties": 5},
+        {"type": "object", "properties": {"x": {"enum": []}}, "required": ["x"]},
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/missing"}}},
+    ],
+)
+def test_c64_bad_schemas_of_tools(real: Live, schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice in ("required", named):
+        refused(real, {"tools": [tool], "tool_choice": choice}, "tools")
+    assert real.http.get("/health").status_code == 200
+
+
+def test_c65_recursive_schema_of_a_tool(real: Live) -> None:
+    """A tree whose references lead to its own root."""
+    tree = {
+        "type": "object",
+        "properties": {
+            "v": {"enum": [1, 2]},
+            "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+        },
+        "required": ["v", "next"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": tree}}
+    body = {"messages": HI, "tools": [tool], "max_tokens": 300, **compact(real)}
+    body |= {"tool_choice": "required", "parallel_tool_calls": False}
+    for seed in range(4):
+        message, reason = whole(real, {**body, "seed": seed})
+        if reason == "tool_calls":
+            function = message["tool_calls"][0]["function"]
+            assert set(json.loads(function["arguments"])) == {"v", "next"}
+            return
+    pytest.fail("no seed ended")
+
+
+def test_demanded_calls_and_another_format_can_not_be(real: Live) -> None:
+    body = {"tools": [CLOCK], "tool_choice": "required"}
+    message = refused(
+        real, {**body, "response_format": {"type": "json_object"}}, "tools"
+    )
+    assert "response_format" in message
+
+
+def test_formats_leave_no_room_for_reasoning(real: Live) -> None:
+    """A grammar starts with the first token: what comes is content."""
+    wish = {"structured_outputs": {"choice": ["yes", "no"]}}
+    message, reason = whole(real, {"messages": HI, **wish})
+    assert message["content"] in ("yes", "no") and reason == "stop"
 
 
 # Reasoning.

@@ -17,10 +17,12 @@ BLOCKED = -np.inf
 def shape(raw: np.ndarray, state: SampleState) -> np.ndarray:
     """The row as the request wants it: a new array, `raw` is unchanged.
 
-    In order: allowed ids, bad words, min_tokens, logit bias, penalties. A blocked
-    token is -inf, and stays so; if every token is, so is the whole row.
+    In order: grammar, allowed ids, bad words, min_tokens, logit bias, penalties. A
+    blocked token is -inf, and stays so; if every token is, so is the whole row.
     """
     row = raw.copy()
+    if state.grammar is not None:
+        state.grammar.block(row)
     if state.allowed_ids is not None:
         allow_only(row, state.allowed_ids)
     block_bad_words(row, state.bad_words_ids, state.output_ids)

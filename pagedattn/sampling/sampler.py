@@ -1,7 +1,7 @@
 """One token per row of logits, chosen as each row's request asks.
 
-Order, as vLLM's: raw log-probabilities; allowed ids, bad words, min_tokens, bias and
-penalties (`penalties`); the greedy pick; temperature, min-p, top-k, top-p
+Order, as vLLM's: raw log-probabilities; grammar, allowed ids, bad words, min_tokens,
+bias and penalties (`penalties`); the greedy pick; temperature, min-p, top-k, top-p
 (`filters`); one draw. Rows never meet: each is computed alone, so neighbours can't
 change a bit of it, and a row pays only for what it asks. Built in chapter 08.
 """
@@ -22,7 +22,8 @@ from pagedattn.sampling.state import SampleState
 CHUNK = 256  # weights summed at once: a running sum over 262,144 takes 30 times longer
 BROKEN = "the model's logits are not finite numbers (NaN or infinity)"
 NOTHING_LEFT = (
-    "no token may be sampled: allowed_token_ids, bad_words and min_tokens block all"
+    "no token may be sampled: structured_outputs, allowed_token_ids, bad_words and "
+    "min_tokens block all"
 )
 
 
@@ -76,6 +77,8 @@ def _sample_row(
         return Sample(token)
     raw = logits[i].cpu().numpy()  # [V], a view where the logits are on the CPU
     row = shape(raw, state) if state.shaped else raw
+    if state.grammar is not None and state.grammar.error:
+        return Sample(None, error=f"the grammar failed: {state.grammar.error}")
     chosen = choose(row, state)
     if chosen is None:
         return Sample(None, error=NOTHING_LEFT)

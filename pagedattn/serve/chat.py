@@ -28,10 +28,11 @@ from pagedattn.serve.front import (
     sampling_values,
 )
 from pagedattn.serve.logprobs import chat_logprobs, namer, prompt_logprobs
-from pagedattn.serve.problems import as_api_error
+from pagedattn.serve.problems import ApiError, as_api_error
 from pagedattn.serve.prompts import chat_prompt, last_text
 from pagedattn.serve.protocol import ChatBody
 from pagedattn.serve.reading import Reading, Reply, check_choice, reading_for
+from pagedattn.serve.tool_schemas import forced_schema
 from pagedattn.serve.wire import (
     DONE,
     EventStream,
@@ -184,8 +185,13 @@ async def _ask(
     call = front.open_call("chatcmpl", body, request_id)
     params = _sampling(front, body, kind)
     check_choice(front, body)
+    forced = forced_schema(body)
+    if forced is not None and params.structured_outputs is not None:
+        field = "response_format or structured_outputs"
+        raise ApiError(400, f"tool_choice can't demand calls with {field}.", "tools")
+    params.structured_outputs = forced or params.structured_outputs
     prompt = await chat_prompt(front, body)
-    reading = reading_for(front, body, prompt)
+    reading = reading_for(front, body, prompt, params.structured_outputs is None)
     if reading is not None and reading.needs_specials(front.tokenizer):
         params.skip_special_tokens = False
     writer = _Writer(front, body, prompt, front.settings.response_role, reading)

@@ -15,6 +15,7 @@ from pagedattn.config import EngineArgs, EngineConfig
 from pagedattn.errors import NotSupported
 from pagedattn.metrics import Metrics
 from pagedattn.request import RequestOutput, SamplingParams
+from pagedattn.serve.formats import structured_outputs
 from pagedattn.serve.problems import ApiError
 from pagedattn.serve.protocol import (
     LONGEST_ID,
@@ -210,6 +211,9 @@ def sampling_values(front: Front, body: GenerateBody) -> dict[str, Any]:
     """Sampling parameters: the model's defaults, then what the body gives."""
     given = {name: getattr(body, name) for name in _SAMPLING}
     values = {k: v for k, v in given.items() if v is not None}
+    wish = structured_outputs(body.response_format, body.structured_outputs)
+    if wish is not None:
+        values["structured_outputs"] = wish
     detokenize = front.engine.tokenizer is not None
     return {**front.engine.default_sampling(), **values, "detokenize": detokenize}
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
+from pagedattn.serve.formats import OLD_NAMES
 from pagedattn.serve.problems import ApiError
 from pagedattn.serve.tool_fields import ToolFields
 
@@ -32,11 +33,7 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
@@ -50,7 +47,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "reasoning": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_assistant_tokens_mask": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
@@ -58,7 +54,6 @@ NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "stream_interval": (1,),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking": (),
     "thinking_token_budget": (-1,),
@@ -96,8 +91,9 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in HARMLESS:
                 continue
-            if name in self.elsewhere:
-                raise ApiError(400, f"{name}: {self.elsewhere[name]}.", name)
+            advice = self.elsewhere.get(name) or OLD_NAMES.get(name)
+            if advice is not None:
+                raise ApiError(400, f"{name}: {advice}.", name)
             if name not in NOT_BUILT:
                 log.debug("ignored unknown field %r", name[:80])
             elif not any(_same(value, good) for good in NOT_BUILT[name]):
@@ -142,6 +138,8 @@ class GenerateBody(Body):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Whole | None = None
     prompt_logprobs: Whole | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

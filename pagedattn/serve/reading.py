@@ -57,9 +57,14 @@ def check_choice(front: Front, body: ChatBody) -> None:
         )
 
 
-def reading_for(front: Front, body: ChatBody, prompt: Prompt) -> Reading | None:
-    """How this request's answer is read; None: the text is the content."""
-    parser, thinks = front.tool_parser, front.reasoning_parser
+def reading_for(
+    front: Front, body: ChatBody, prompt: Prompt, free: bool
+) -> Reading | None:
+    """How this request's answer is read; None: the text is the content.
+
+    An answer that is not `free` in its form has no room for reasoning.
+    """
+    parser, thinks = front.tool_parser, front.reasoning_parser if free else None
     new_id = parser.new_id if parser else long_id
     if body.choice in ("required", "named"):
         read = _named(body.named) if body.named else _required(body.one_call)
