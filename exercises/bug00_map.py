@@ -17,7 +17,7 @@
 #
 # The idea is in book/00_map.ipynb.
 #
-# Made from pagedattn/intake.py by exercises/tools.py. Untouched: 7b81b504959d
+# Made from pagedattn/intake.py by exercises/tools.py. Untouched: e2969f937a20
 
 """A caller's prompt and wishes -> requests that the scheduler can take.
 
@@ -30,13 +30,13 @@ chapter 09.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedattn.config import EngineConfig
 from pagedattn.errors import NotSupported, UserError
-from pagedattn.request import Request, SamplingParams
+from pagedattn.request import Request, SamplingParams, StructuredOutputsParams
 from pagedattn.text.tokenizer import Tokenizer
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -57,7 +57,8 @@ class Ask:
 class Intake:
     """Turns prompts into requests for one model and pool.
 
-    `capacity` is what a request alone in the pool can hold; `eos_ids` end a text.
+    `capacity` is what a request alone in the pool can hold; `eos_ids` end a text;
+    `check_grammar` compiles what an answer must be, or raises UserError.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Intake:
         vocab_size: int,
         eos_ids: Iterable[int],
         tokenizer: Tokenizer | None,
+        check_grammar: Callable[[StructuredOutputsParams], None] | None = None,
     ) -> None:
         self.config = config
         self.capacity = capacity
         self.vocab_size = vocab_size
         self.eos_ids = frozenset(eos_ids)
         self.tokenizer = tokenizer
+        self._check_grammar = check_grammar
         self._seeds = random.Random(config.seed)
 
     def accept(
@@ -97,6 +100,8 @@ class Intake:
         ids = self._fit(ids, params)
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise UserError("stop and bad_words need a tokenizer.", "stop")
+        if params.structured_outputs is not None:
+            self._check_wish(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # One sibling scores the prompt for all, so the others may hit its blocks.
         unscored = replace(params, prompt_logprobs=None)
@@ -115,6 +120,11 @@ class Intake:
             for sibling in range(params.n)
         ]
         return Ask(id, text, ids, params, requests)
+
+    def _check_wish(self, wish: StructuredOutputsParams) -> None:
+        if self._check_grammar is None:
+            raise wish.fault("needs a tokenizer")
+        self._check_grammar(wish)
 
     def _request(
         self,

@@ -16,7 +16,7 @@
 #
 # The idea is in book/05_scheduler.ipynb.
 #
-# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: adcc2acb7056
+# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 1ee5daab9ffb
 
 """Which tokens to compute next, and what to do with what was sampled.
 
@@ -105,13 +105,15 @@ class Result:
     """What running one item gave: a token if it samples, log-probabilities if asked.
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
-    token could be chosen; that request alone ends.
+    token could be chosen; that request alone ends. `ended`: nothing may follow the
+    token, the answer is complete by its grammar.
     """
 
     token: int | None = None
     logprobs: Any = None
     prompt_logprobs: tuple[tuple[int, Any], ...] = ()
     error: str | None = None
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +401,7 @@ class Scheduler:
         self._suspects.pop(request.id, None)
         request.tokens.append(result.token)
         self._index_settled(request)
-        ending = request.ending()
+        ending = ("stop", None) if result.ended else request.ending()
         if ending is not None:
             self._finish(request, *ending)
         return Update(request, (result.token,), result)

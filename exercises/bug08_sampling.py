@@ -15,7 +15,7 @@
 #
 # The idea is in book/08_sampling.ipynb.
 #
-# Made from pagedattn/sampling/state.py by exercises/tools.py. Untouched: 64e3fb5b655d
+# Made from pagedattn/sampling/state.py by exercises/tools.py. Untouched: fb2319dbdd7e
 
 """What the runner remembers of one request to sample its next token.
 
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagedattn.request import SamplingParams
+from pagedattn.sampling.grammar import Matcher
 
 Ids = np.ndarray  # int64 [n]: token ids
 
@@ -79,7 +80,8 @@ class SampleState:
     `output_ids` is copied; afterwards only `append` changes it. `eos_ids` are all the
     model's end-of-text ids: with `stop_token_ids` they are what `min_tokens` holds
     back. `bad_words_ids` are the bad words as token ids. Ids outside the vocabulary,
-    which no row of logits has, are left out of every mask and penalty.
+    which no row of logits has, are left out of every mask and penalty. `grammar` is at
+    its beginning, and follows the output from here on.
     """
 
     params: SamplingParams
@@ -90,6 +92,7 @@ class SampleState:
     sibling: int = 0
     eos_ids: Iterable[int] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
+    grammar: Matcher | None = None
     counts: TokenCounts | None = field(init=False)  # where a penalty needs them
     held_ids: Ids = field(init=False)
     allowed_ids: Ids | None = field(init=False)
@@ -105,6 +108,9 @@ class SampleState:
         self.bias = self._bias(params.logit_bias or {})
         self.bad_words_ids = self._words(self.bad_words_ids)
         self.counts = self._counts()
+        if self.grammar is not None:
+            for token in self.output_ids:
+                self.grammar.advance(token)
 
     def _known(self, ids: Iterable[int]) -> Ids:
         known = [i for i in ids if 0 <= i < self.vocab_size]
@@ -145,12 +151,18 @@ class SampleState:
     def shaped(self) -> bool:
         """Whether the next row of logits must be masked, biased or penalised."""
         return (
-            self.allowed_ids is not None
+            self.grammar is not None
+            or self.allowed_ids is not None
             or len(self.bad_words_ids) > 0
             or self.holding
             or self.bias is not None
             or self.counts is not None
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether a grammar is complete and nothing can follow."""
+        return self.grammar is not None and self.grammar.ended
 
     @property
     def num_logprobs(self) -> int | None:
@@ -173,3 +185,5 @@ class SampleState:
         self.output_ids.append(token)
         if self.counts is not None:
             self.counts.add(token)
+        if self.grammar is not None:
+            self.grammar.advance(token)

@@ -22,7 +22,7 @@
 # The idea is in book/05_scheduler.ipynb.
 # One solution is pagedattn/scheduler.py itself.
 #
-# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 334e9761891e
+# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: fdec3e4df731
 
 """Which tokens to compute next, and what to do with what was sampled.
 
@@ -111,13 +111,15 @@ class Result:
     """What running one item gave: a token if it samples, log-probabilities if asked.
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
-    token could be chosen; that request alone ends.
+    token could be chosen; that request alone ends. `ended`: nothing may follow the
+    token, the answer is complete by its grammar.
     """
 
     token: int | None = None
     logprobs: Any = None
     prompt_logprobs: tuple[tuple[int, Any], ...] = ()
     error: str | None = None
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

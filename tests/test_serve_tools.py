@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,9 +16,13 @@ import pytest
 from serve_live import Live, engine_for, serving, write_model
 from serve_scripted import SAY, TEMPLATE, Scripted
 
+import pagedattn.serve
 from pagedattn.errors import UserError
 from pagedattn.serve.reading import Reading
 from pagedattn.serve.settings import ServeArgs
+from pagedattn.serve.tools import TOOL_PARSERS
+from pagedattn.serve.tools.calls import ToolCall
+from pagedattn.text.template import ChatTemplate
 
 CHAT = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -534,3 +539,30 @@ def test_c81_developer_is_system_where_the_template_knows_no_developer(
     answer = live.chat(messages=talk, return_prompt_text=True)
     text = "<|system|>Be brief.<|end|><|user|>Hi\nyou<|end|><|assistant|>"
     assert answer["prompt_text"] == text
+
+
+CHATML = Path(pagedattn.serve.__file__).parent / "templates" / "chatml_tools.jinja"
+
+
+def test_the_template_for_models_without_tools() -> None:
+    """It shows tools, calls and results, and without tools it is plain ChatML."""
+    template = ChatTemplate(CHATML.read_text("utf-8"))
+    call = {"function": {"name": "now", "arguments": '{"zone": "JST"}'}}
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    assert template.render(talk[:2]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhen?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    text = template.render(talk, tools=TOOLS)
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call")
+    assert all(json.dumps(tool) in text for tool in TOOLS)
+    assert text.count("Be brief.") == 1 and "None" not in text
+    assert "<tool_response>\nnoon\n</tool_response>" in text
+    written = text.partition("<|im_start|>assistant")[2].partition("<|im_end|>")[0]
+    said = TOOL_PARSERS["hermes"].parse(written, True, {})
+    assert said.calls == (ToolCall("now", '{"zone": "JST"}'),) * 2

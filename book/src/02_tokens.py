@@ -543,7 +543,13 @@ show(template_module._mark_end, template_module._cut_at_end)
 # strings.
 #
 # A template is code from a stranger. `_environment` runs it in Jinja's immutable
-# sandbox, where it can neither reach Python's insides nor change its inputs. Templates
+# sandbox, where it can neither reach Python's insides nor change its inputs, and within
+# bounds. A template runs straight through but for its loops, its calls and its
+# operators: `bounded` puts `_ticking` around what every loop iterates over,
+# `call` and `call_binop` stand where templates call and compute, and each of them asks
+# the `Budget` for the time (`_tick`) and refuses numbers out of proportion
+# (`_check_numbers`, `_check_operands`, `_narrow` for filters, `_too_much` in words).
+# `joined` counts what is written. Templates
 # expect a few things: `_tojson`, since Jinja's own filter escapes for HTML;
 # `_raise_exception`, with which they refuse; and the tag that `_Generation` knows,
 # which marks training data; its `parse` keeps the body and drops the mark.
@@ -553,6 +559,13 @@ show(template_module._loops_over_content, template_module._is_content)
 show(template_module._tests_for_string, template_module._environment)
 show(template_module._tojson, template_module._raise_exception)
 show(template_module._Generation)
+
+# %%
+from pagedattn.text import bounds
+
+show(bounds.Budget, bounds.BoundedEnvironment, bounds.joined)
+show(bounds._tick, bounds._ticking, bounds._narrow)
+show(bounds._check_numbers, bounds._check_operands, bounds._too_much)
 
 # %%
 from pagedattn.errors import UserError

@@ -93,31 +93,35 @@ async def chat_prompt(front: Front, body: TemplateFields) -> Prompt:
 
     Templates write their own BOS, so special tokens are added only if asked for.
     """
-    template = _template(front, body)
-    return await _away(_size(body.messages), lambda: _render(front, template, body))
+    if (
+        body.chat_template is not None
+        and not front.settings.trust_request_chat_template
+    ):
+        raise ApiError(
+            400, "chat_template needs --trust-request-chat-template.", "chat_template"
+        )
+    return await _away(_size(body), lambda: _render(front, body))
 
 
-def _size(messages: Any) -> int:
-    """About how many characters the messages hold; a list of parts counts as long."""
-    if not isinstance(messages, list):
+def _size(body: TemplateFields) -> int:
+    """About how many characters there are to render; parts, tools and templates of
+    the client's count as long."""
+    if body.chat_template is not None or body.tools:
+        return INLINE + 1
+    if not isinstance(body.messages, list):
         return 0
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
+    contents = [m.get("content") for m in body.messages if isinstance(m, dict)]
     return sum(len(c) if isinstance(c, str) else INLINE for c in contents if c)
 
 
 def _template(front: Front, body: TemplateFields) -> ChatTemplate:
     if body.chat_template is not None:
-        if not front.settings.trust_request_chat_template:
-            raise ApiError(
-                400,
-                "chat_template needs --trust-request-chat-template.",
-                "chat_template",
-            )
         return ChatTemplate(body.chat_template)
     return front.template or ChatTemplate(None)
 
 
-def _render(front: Front, template: ChatTemplate, body: TemplateFields) -> Prompt:
+def _render(front: Front, body: TemplateFields) -> Prompt:
+    template = _template(front, body)
     extra = body.template_kwargs
     for name in _RESERVED & extra.keys():
         raise ApiError(

@@ -47,7 +47,7 @@ class ServeArgs:
         None, "a file with, or the text of, a jinja chat template"
     )
     trust_request_chat_template: bool = setting(
-        False, "let requests bring their own chat_template (sandboxed, not timed)"
+        False, "let requests bring their own chat_template (sandboxed and bounded)"
     )
     enable_auto_tool_choice: bool = setting(
         False, "let the model choose tools: needs --tool-call-parser"

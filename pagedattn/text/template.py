@@ -2,7 +2,7 @@
 
 Knows the environment that Hugging Face templates expect and the shapes in which
 clients send messages. Does not know token ids; templates are untrusted, so they run
-in jinja2's immutable sandbox.
+in jinja2's immutable sandbox, within bounds.
 """
 
 import json
@@ -14,9 +14,9 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagedattn.errors import NotSupported, UserError
+from pagedattn.text.bounds import BUDGET, BoundedEnvironment, Budget, joined
 from pagedattn.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -57,7 +57,8 @@ class ChatTemplate:
         environment = _environment(now)
         try:
             tree = environment.parse(source)
-            self._compiled = environment.from_string(source)
+            ticking = environment.bounded(environment.parse(source))
+            self._compiled = environment.from_string(ticking)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"chat template, line {error.lineno}: {error.message}",
@@ -157,7 +158,9 @@ class ChatTemplate:
         """What a template raises, by its own word or by a slip, is the caller's to
         see: it may refuse the messages."""
         try:
-            return self._compiled.render(variables)
+            return joined(self._compiled.generate({**variables, BUDGET: Budget()}))
+        except UserError:
+            raise
         except jinja2.TemplateError as error:
             raise UserError(str(error), param="messages") from error
         except Exception as error:
@@ -171,8 +174,8 @@ class ChatTemplate:
 # The environment that templates expect.
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment(now: Callable[[], datetime]) -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
