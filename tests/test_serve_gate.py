@@ -102,7 +102,9 @@ def test_c101_every_route_but_the_open_ones_wants_a_key(locked: Live) -> None:
                 assert reply.status_code == 200, (method, path)
                 continue
             assert reply.status_code == 401, (method, path, headers)
-            assert reply.json()["error"]["type"] == "AuthenticationError"
+            anthropic = path.startswith("/v1/messages")
+            kind = "authentication_error" if anthropic else "AuthenticationError"
+            assert reply.json()["error"]["type"] == kind
     assert OPEN_PATHS == {"/health", "/ping", "/version", "/metrics"}
 
 

@@ -17,6 +17,7 @@ from pagedattn.serve.to_chat import chat_body, refuse, text_of
 
 # Fields of a chat -> the names that clients of this endpoint know them under.
 NAMES: Mapping[str, str] = {
+    "prompt": "messages",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
@@ -71,7 +72,8 @@ class CountBody(Body):
         self.check_extras()
         if self.thinking and self.thinking.type not in THINKING:
             refuse("thinking.type", f"must be one of {', '.join(THINKING)}")
-        if self.thinking and (self.thinking.budget_tokens or 1) < 1:
+        budget = self.thinking and self.thinking.budget_tokens
+        if budget is not None and budget < 1:
             refuse("thinking.budget_tokens", "must be at least 1")
 
     def chat_values(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ MAX_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512  # OpenAI's
 # Fields of a chat -> the names that clients of this endpoint know them under.
 NAMES: Mapping[str, str] = {
     "messages": "input",
+    "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
