@@ -45,6 +45,7 @@ class ServedEngine(Protocol):
     model_name: str
     vocab_size: int
     is_running: bool
+    facts: dict[str, str]
     generates: bool
     pooling: Pooling | None
     hidden_size: int
