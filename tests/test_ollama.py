@@ -150,27 +150,43 @@ def test_json_is_json(live: Live) -> None:
     assert answer["done_reason"] == "stop"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "word"),
-    [
-        ("/api/chat", {"messages": HI}, 400, "model"),
-        ("/api/chat", {"model": "x", "messages": HI}, 404, "'x' not found"),
-        ("/api/chat", {"model": "tiny", "messages": 3}, 400, "messages"),
-        ("/api/chat", {"model": "tiny", "messages": [{"role": "foo", "content": ""}]}, 400, "foo"),
-        ("/api/chat", {"model": "tiny", "messages": HI, "format": "xml"}, 400, "format"),
-        ("/api/chat", {"model": "tiny", "messages": HI, "options": {"top_p": 7}}, 400, "top_p"),
-        ("/api/chat", {"model": "tiny", "messages": [{**HI[0], "images": ["a"]}]}, 400, "images"),
-        ("/api/generate", {"model": "tiny", "prompt": "a", "images": ["a"]}, 400, "images"),
-        ("/api/generate", {"model": "tiny", "prompt": "a", "suffix": "b"}, 400, "suffix"),
-        ("/api/generate", {"model": "tiny", "prompt": "a", "template": "b"}, 400, "template"),
-        ("/api/generate", {"model": "tiny", "prompt": "a", "context": [1]}, 400, "context"),
-        ("/api/generate", {"model": "tiny", "prompt": "a", "raw": True, "system": "b"}, 400, "raw"),
-        ("/api/show", {"model": "x"}, 404, "not found"),
-        ("/api/embed", {"model": "tiny"}, 400, "input"),
-    ],
-)  # fmt: skip
-def test_mistakes(live: Live, path: str, body: dict, status: int, word: str) -> None:
-    assert word in refused(live, path, body, status)
+CHAT_MISTAKES = [
+    ({"model": "x"}, "'x' not found"),
+    ({"model": None}, "model is required"),
+    ({"messages": 3}, "messages"),
+    ({"messages": [{"role": "foo", "content": ""}]}, "foo"),
+    ({"messages": [{**HI[0], "images": ["a"]}]}, "images"),
+    ({"messages": [{**HI[0], "tool_calls": [{}]}]}, "tool_calls"),
+    ({"format": "xml"}, "format"),
+    ({"think": "high"}, "think"),
+    ({"options": {"top_p": 7}}, "top_p"),
+    ({"options": {"tfs_z": 0.5}}, "tfs_z"),
+]
+PROMPT_MISTAKES = [
+    ({"images": ["a"]}, "images"),
+    ({"suffix": "b"}, "suffix"),
+    ({"template": "b"}, "template"),
+    ({"context": [1]}, "context"),
+    ({"raw": True, "system": "b"}, "raw"),
+]
+
+
+@pytest.mark.parametrize(("body", "word"), CHAT_MISTAKES)
+def test_mistakes_in_chats(live: Live, body: dict, word: str) -> None:
+    status = 404 if "not found" in word else 400
+    body = {"model": "tiny", "messages": HI, **body}
+    assert word in refused(live, "/api/chat", body, status)
+
+
+@pytest.mark.parametrize(("body", "word"), PROMPT_MISTAKES)
+def test_mistakes_in_prompts(live: Live, body: dict, word: str) -> None:
+    body = {"model": "tiny", "prompt": "a", **body}
+    assert word in refused(live, "/api/generate", body)
+
+
+def test_mistakes_elsewhere(live: Live) -> None:
+    assert "not found" in refused(live, "/api/show", {"model": "x"}, 404)
+    assert "input" in refused(live, "/api/embed", {"model": "tiny"})
 
 
 def test_empty_requests_load(live: Live) -> None:
