@@ -67,7 +67,8 @@ class Runner:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.caches = layer_caches(groups, new_cache)
+        self._new_caches = lambda: layer_caches(groups, new_cache)
+        self.caches = self._new_caches()
         self._states: dict[str, SampleState] = {}
         self._rows = TableRows()
 
@@ -91,6 +92,14 @@ class Runner:
             scores = self._score_prompt(item, hidden, starts[s])
             results[i] = _result(samples.get(item.request_id), scores)
         return results
+
+    def sleep(self) -> None:
+        """Let go of the KV tensors; nothing may run before `wake_up`."""
+        self.caches = []
+
+    def wake_up(self) -> None:
+        """Take KV tensors again, with nothing in them."""
+        self.caches = self._new_caches()
 
     # What the runner remembers between plans: the tokens and wishes of each request.
     def _follow(self, plan: Plan) -> None:
