@@ -30,7 +30,7 @@ PACKAGE := pyproject.toml constraints.txt pagedattn/version.py
 pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup serve test lab lint bench bench-peers clean book book-check book-html browser
+.PHONY: help setup serve test lab lint bench bench-peers clean book book-check book-html browser clients
 .PHONY: exercise exercises hint reset
 
 help:  ## List the targets and the variables they read
@@ -47,7 +47,7 @@ serve: $(VENV)/.kernels  ## Serve MODEL, or the demo model, on PORT
 
 test: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Run the tests; PROFILE=long digs deeper
 	OMP_NUM_THREADS=1 PROFILE=$(PROFILE) $(RUN) pytest -n $(WORKERS) --dist worksteal \
-	  --ignore tests/browser \
+	  --ignore tests/browser --ignore tests/clients \
 	  $(if $(filter long,$(PROFILE)),--timeout 3600) $(TEST_ARGS)
 
 lint: $(VENV)/.test  ## Check style and format
@@ -74,6 +74,9 @@ book-check: $(VENV)/.book $(VENV)/.lab $(VENV)/.kernels  ## Weave again and comp
 
 browser: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Try the book in JupyterLab, in Chromium
 	$(RUN) pytest tests/browser
+
+clients: $(VENV)/.clients $(VENV)/.test $(VENV)/.kernels  ## Other people's clients against the live server
+	PROFILE=$(PROFILE) $(RUN) pytest tests/clients $(TEST_ARGS)
 
 book-html: $(VENV)/.book  ## Build the book as a site in build/book
 	$(BIN)/python book/site/build.py
@@ -123,6 +126,13 @@ $(VENV)/.runtime: $(PACKAGE) $(VENV)/.torch
 
 $(VENV)/.test $(VENV)/.lab $(VENV)/.book: $(VENV)/.%: $(VENV)/.runtime
 	$(INSTALL) -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# llama-index says openai<3, which is ours; the calls that its two parts make are in
+# either, so they come without what they ask for.
+$(VENV)/.clients: $(VENV)/.runtime
+	$(INSTALL) -c constraints.txt -e '.[test,clients]'
+	$(INSTALL) --no-deps $(foreach p,llama-index-llms-openai llama-index-llms-openai-like,$(call pinned,$(p)))
 	@touch $@
 
 # Other engines. Each has an environment of its own, never ours; the model is the demo's

@@ -102,7 +102,7 @@ def test_c101_every_route_but_the_open_ones_wants_a_key(locked: Live) -> None:
                 continue
             assert reply.status_code == 401, (method, path, headers)
             assert reply.json()["error"]["type"] == "AuthenticationError"
-    assert OPEN_PATHS == {"/health", "/ping", "/version", "/metrics"}
+    assert OPEN_PATHS == {"/", "/health", "/ping", "/version", "/metrics"}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from pagedattn.serve import chat, completions, embeddings, ollama, scoring
+from pagedattn.serve import (
+    chat,
+    completions,
+    dev,
+    embeddings,
+    ollama,
+    page,
+    scoring,
+)
 from pagedattn.serve.front import Front, ServedEngine, front_for
 from pagedattn.serve.gate import REQUEST_ID, Gate
 from pagedattn.serve.pooling_bodies import (
@@ -55,6 +63,9 @@ def build_app(engine: ServedEngine, settings: ServeArgs | None = None) -> FastAP
     app.state.front = front_for(engine, settings)
     app.include_router(router)
     app.include_router(ollama.router)
+    app.include_router(page.router)
+    if settings.dev_mode():
+        app.include_router(dev.router)
     app.add_exception_handler(HTTPException, _http_problem)
     # The last added is outermost: refusals carry CORS headers, preflights need no key.
     app.add_middleware(Gate, front=app.state.front, keys=settings.keys())
