@@ -64,7 +64,7 @@ def build_app(engine: ServedEngine, settings: ServeArgs | None = None) -> FastAP
     app.include_router(router)
     app.include_router(ollama.router)
     app.include_router(page.router)
-    if settings.dev_mode():
+    if settings.dev_mode() and hasattr(engine, "pause"):  # encoders have no such
         app.include_router(dev.router)
     app.add_exception_handler(HTTPException, _http_problem)
     # The last added is outermost: refusals carry CORS headers, preflights need no key.

@@ -1,4 +1,4 @@
-"""The command line: `pagedattn serve [MODEL]`, `download-kernels` and `bench`.
+"""The command line: `pagedattn serve [MODEL]`, `chat`, `run-batch`, `bench` and kin.
 
 Knows flags, exit codes and the banner. A mistake is one line on stderr and exit code
 2, whatever stopped the start one line and 1; tracebacks only with --log-level debug.
@@ -20,9 +20,11 @@ from pathlib import Path
 from pagedattn.bench.cli import add_bench
 from pagedattn.config import EngineArgs, add_flags, args_from
 from pagedattn.errors import UserError
+from pagedattn.serve.batch import add_run_batch
 from pagedattn.serve.logs import set_up_logging
 from pagedattn.serve.settings import ServeArgs, add_serve_flags, serve_args_from
 from pagedattn.serve.sockets import listen, url_of
+from pagedattn.serve.terminal import add_terminal
 from pagedattn.student import active, notice
 from pagedattn.version import __version__
 
@@ -79,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="Triton's kernels for a GPU, which need not be here: sm_80, sm_90, sm_100",
     )
     kernels.set_defaults(command=_compile_kernels)
+    add_run_batch(commands)
+    add_terminal(commands)
     add_bench(commands)
     return parser
 
