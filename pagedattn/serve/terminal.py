@@ -172,7 +172,7 @@ def _asked() -> Iterator[str]:
 
 # Showing an answer as it grows.
 def written(pieces: Generator[str, None, None], markdown: bool = True) -> str:
-    """Show the pieces as they come, until the last or Ctrl-C; what there was of them."""
+    """Show pieces as they come, until the last or Ctrl-C; what there was of them."""
     text = ""
     with _shown(markdown) as show:
         try:
