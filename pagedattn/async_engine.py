@@ -12,12 +12,14 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pagedattn.assembly import Assembled, assemble
 from pagedattn.config import EngineArgs, EngineConfig
+from pagedattn.engine import Engine
 from pagedattn.errors import EngineDead, UserError
 from pagedattn.intake import Ask, Prompt
 from pagedattn.metrics import Metrics
@@ -27,9 +29,11 @@ from pagedattn.request import RequestOutput, SamplingParams
 from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 log = logging.getLogger("pagedattn")
 LONG_TEXT = 4_000  # characters; longer prompts are tokenized off the event loop
-POLL = 0.02  # seconds between looks at what is left while draining
+POLL = 0.02  # seconds between looks at what is left while draining, or at a pause
+PAUSES = ("abort", "wait", "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class AsyncEngine:
         self._error: Exception | None = None
         self._draining = False
         self._stopped = False
+        self._paused = False  # new requests wait
+        self._frozen = False  # and those under way as well
+        self._asleep = False
+        self.after_step: Callable[[Engine], None] | None = None  # in the loop's thread
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
@@ -157,6 +165,9 @@ class AsyncEngine:
         ask = await self._accept(
             prompt, params, request_id, priority, add_special_tokens, pooling
         )
+        while self._paused:
+            self._check_open()
+            await asyncio.sleep(POLL)
         self._check_open()
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         finished = False
@@ -242,6 +253,86 @@ class AsyncEngine:
         if self._stopped or self._draining:
             raise EngineDead("the engine is shutting down")
 
+    # Pauses: new requests wait for the end of one.
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume` or `wake_up`."""
+        return self._paused
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the KV tensors are gone until `wake_up`."""
+        return self._asleep
+
+    async def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Hold new requests back; those under way are aborted, waited for, or kept
+        where they are. With nothing under way, `clear_cache` forgets all prefixes."""
+        if mode not in PAUSES:
+            raise UserError(f"mode={mode!r} is not among {', '.join(PAUSES)}.", "mode")
+        self._paused = True
+        self._frozen = mode == "keep"
+        if mode == "abort":
+            await self._call(self._abort_all)
+        while mode != "keep" and self._busy():
+            await asyncio.sleep(POLL)
+        if clear_cache and mode != "keep":
+            await self._call(self._engine.reset_prefix_cache)
+
+    async def resume(self) -> None:
+        """Go on after a pause; UserError while asleep."""
+        if self._asleep:
+            raise UserError("The engine sleeps: wake it up.")
+        self._paused = self._frozen = False
+        self._inbox.put(lambda: None)  # the loop may be waiting
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause; from level 1 on the KV tensors go too, and all cached prefixes.
+
+        Level 2 would drop the weights, which nothing here could bring back.
+        """
+        if level not in (0, 1):
+            raise UserError(f"level must be 0 or 1, got {level}.", "level")
+        if level == 1 and mode == "keep":
+            raise UserError("mode='keep' needs level=0: sleep drops the KV.", "mode")
+        await self.pause(mode)
+        if level == 1 and not self._asleep:
+            self._asleep = True
+            await self._call(self._engine.sleep)
+
+    async def wake_up(self) -> None:
+        """Take the KV tensors back and go on."""
+        if self._asleep:
+            await self._call(self._engine.wake_up)
+            self._asleep = False
+        await self.resume()
+
+    async def reset_prefix_cache(self, preempt: bool = False) -> bool:
+        """Forget every cached prefix; False while requests run that may not be
+        preempted for it."""
+        return await self._call(lambda: self._engine.reset_prefix_cache(preempt))
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._streams):
+            self._engine.abort_request(request_id)
+
+    async def _call(self, act: Callable[[], T]) -> T:
+        """What `act` returns or raises, run by the step loop between two steps."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(act())
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._check_open()
+        self._inbox.put(run)
+        while not answer.done():
+            if not self.is_running:
+                raise EngineDead("the engine has ended")
+            await asyncio.sleep(POLL / 10)
+        return answer.result()
+
     # The end.
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, wait for those under way, abort the rest after
@@ -270,19 +361,27 @@ class AsyncEngine:
         try:
             pin_threads(self.parts.cores)
             while self._take_messages():
-                if self._engine.has_unfinished_requests():
-                    for output in self._engine.step():
-                        self._deliver(output)
+                self._turn()
             self._close(EngineDead("the engine is shutting down"))
         except Exception as error:
             log.critical("The engine has died.", exc_info=True)
             self._error = error
             self._close(EngineDead(f"the engine has died: {error!r}"))
 
+    def _turn(self) -> None:
+        """One step, or while frozen the news of what was aborted."""
+        outputs = self._engine.take_late() if self._frozen else []
+        if not self._frozen and self._engine.has_unfinished_requests():
+            outputs = self._engine.step()
+        for output in outputs:
+            self._deliver(output)
+        if self.after_step is not None:
+            self.after_step(self._engine)
+
     def _take_messages(self) -> bool:
         """Act on what has arrived, waiting if there is nothing else to do; False at
         the end."""
-        wait = not self._engine.has_unfinished_requests()
+        wait = self._frozen or not self._engine.has_unfinished_requests()
         while wait or not self._inbox.empty():
             message = self._inbox.get()
             if message is None:

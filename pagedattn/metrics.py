@@ -17,6 +17,8 @@ from prometheus_client.metrics_core import Metric as Family
 from pagedattn.request import RequestTimes
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 RECENT = 1_000  # admissions over which the log line's hit rate is taken
 PREFIX = "vllm:"
 
@@ -125,6 +127,7 @@ class Metrics:
             self._success.labels(*self._labels.values(), reason)
         self._add_sizes(max_model_len)
         self._add_info(cache_info)
+        self._add_shapes(max_model_len)
         prom.ProcessCollector(registry=self.registry)
         self._state = (0, 0, 0.0)
         self._totals, self._logged = _Totals(), _Totals()
@@ -153,10 +156,43 @@ class Metrics:
             ("request_prompt_tokens", lengths, "Prompt tokens per request."),
             ("request_generation_tokens", lengths, "Generated tokens per request."),
             ("request_params_max_tokens", lengths, "max_tokens as asked for."),
+            (
+                "request_max_num_generation_tokens",
+                lengths,
+                "The longest answer per request.",
+            ),
+            (
+                "request_prefill_kv_computed_tokens",
+                lengths,
+                "Prompt tokens computed, cached ones left out, per request.",
+            ),
             ("request_params_n", SEQUENCES, "n as asked for."),
             ("iteration_tokens_total", STEP_TOKENS, "Tokens in one step."),
         ):
             self._seconds[name] = self._one(prom.Histogram, name, text, buckets=buckets)
+
+    def _add_shapes(self, max_model_len: int) -> None:
+        """Metrics with a label of their own, and what vLLM derives from others."""
+        self._asleep = self._family(
+            prom.Gauge, "engine_sleep_state", "1: so it is.", ("sleep_state",)
+        )
+        self.on_sleep(False)
+        self._why = self._family(
+            prom.Gauge,
+            "num_requests_waiting_by_reason",
+            "Requests waiting, and for what.",
+            ("reason",),
+        )
+        self._from = self._family(
+            prom.Counter,
+            "prompt_tokens_by_source",
+            "Prompt tokens, by where their keys and values came from.",
+            ("source",),
+        )
+        for source in SOURCES:
+            self._from.labels(*self._labels.values(), source)
+        for reason in ("capacity", "deferred"):
+            self._why.labels(*self._labels.values(), reason)
 
     def _add_info(self, cache_info: dict[str, str]) -> None:
         labels = {"engine": "0", **cache_info}
@@ -174,12 +210,22 @@ class Metrics:
         for gauge, value in zip(self._gauges.values(), self._state, strict=True):
             gauge.set(value)
 
+        self._why.labels(*self._labels.values(), "capacity").set(waiting)
+
+    def on_sleep(self, asleep: bool) -> None:
+        """The engine fell asleep, or woke up."""
+        for state in SLEEP_STATES:
+            now = asleep if state == "weights_offloaded" else not asleep
+            value = now and state != "discard_all"
+            self._asleep.labels(*self._labels.values(), state).set(value)
+
     def on_step(
         self, tokens: int, prompt_tokens_computed: int, preemptions: int
     ) -> None:
         """A step ran `tokens` tokens; so many were prompt tokens run the first time."""
         self._seconds["iteration_tokens_total"].observe(tokens)
         self._count("prompt_tokens", prompt_tokens_computed)
+        self._came("local_compute", prompt_tokens_computed)
         self._count("num_preemptions", preemptions)
         self._totals.prompt += prompt_tokens_computed
         self._totals.preemptions += preemptions
@@ -189,6 +235,10 @@ class Metrics:
         self._count("prefix_cache_queries", queried_tokens)
         for name in ("prefix_cache_hits", "prompt_tokens_cached", "prompt_tokens"):
             self._count(name, hit_tokens)
+        self._came("local_cache_hit", hit_tokens)
+        self._seconds["request_prefill_kv_computed_tokens"].observe(
+            queried_tokens - hit_tokens
+        )
         self._totals.prompt += hit_tokens
         self._recent.append((queried_tokens, hit_tokens))
 
@@ -218,10 +268,15 @@ class Metrics:
         self._seconds["request_prompt_tokens"].observe(prompt_tokens)
         self._seconds["request_generation_tokens"].observe(output_tokens)
         self._seconds["request_params_n"].observe(n)
+        self._seconds["request_max_num_generation_tokens"].observe(output_tokens)
         if max_tokens is not None:
             self._seconds["request_params_max_tokens"].observe(max_tokens)
         for name, seconds in _spans(times, output_tokens):
             self._seconds[name].observe(max(seconds, 0.0))
+
+    def _came(self, source: str, amount: int) -> None:
+        if amount:
+            self._from.labels(*self._labels.values(), source).inc(amount)
 
     def _count(self, name: str, amount: int) -> None:
         if amount:

@@ -71,7 +71,8 @@ class Runner:
         self.model = model
         self.grammars = grammars
         self.block_size = block_size
-        self.caches = layer_caches(groups, new_cache)
+        self._new_caches = lambda: layer_caches(groups, new_cache)
+        self.caches = self._new_caches()
         self._states: dict[str, SampleState] = {}
         self._pools: dict[str, Pool] = {}
         self._rows = TableRows()
@@ -101,6 +102,14 @@ class Runner:
             ended = self._states[item.request_id].ended
             results[i] = _result(samples.get(item.request_id), scores, ended)
         return results
+
+    def sleep(self) -> None:
+        """Let go of the KV tensors; nothing may run before `wake_up`."""
+        self.caches = []
+
+    def wake_up(self) -> None:
+        """Take KV tensors again, with nothing in them."""
+        self.caches = self._new_caches()
 
     # What the runner remembers between plans: the tokens and wishes of each request.
     def _follow(self, plan: Plan) -> None:

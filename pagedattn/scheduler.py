@@ -464,6 +464,12 @@ class Scheduler:
             del self.waiting[place]
         self._emit("finish", request.id)
 
+    def preempt_all(self) -> None:
+        """Put every running request back in line; each keeps the tokens it has."""
+        assert not self._in_flight
+        for request in reversed(self.running[:]):
+            self._preempt(request)
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, changing nothing, while any is in use."""
         if self.running:

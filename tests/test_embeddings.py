@@ -368,7 +368,8 @@ def test_conversations_embed(causal: Live) -> None:
 
 def test_a_leaving_client_frees_its_blocks(causal: Live) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        causal.post(PATH, {"input": [[65] * 500] * 64}, timeout=0.1)
+        texts = [[40 + i] * 500 for i in range(200)]
+        causal.post(PATH, {"input": texts}, timeout=0.1)
     causal.wait_idle(30)
 
 

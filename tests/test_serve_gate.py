@@ -105,7 +105,7 @@ def test_c101_every_route_but_the_open_ones_wants_a_key(locked: Live) -> None:
             anthropic = path.startswith("/v1/messages")
             kind = "authentication_error" if anthropic else "AuthenticationError"
             assert reply.json()["error"]["type"] == kind
-    assert OPEN_PATHS == {"/health", "/ping", "/version", "/metrics"}
+    assert OPEN_PATHS == {"/", "/health", "/ping", "/version", "/metrics"}
 
 
 @pytest.mark.parametrize(

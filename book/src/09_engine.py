@@ -412,6 +412,77 @@ for text in serving.metrics.render().decode().splitlines():
 # a common mistake of engines, and an operator who trusts it adds machines for nobody.
 
 # %% [markdown]
+# ## One answer, many protocols
+#
+# Clients speak five dialects: OpenAI's chats, completions and responses, Anthropic's
+# messages, Ollama's lines. An engine that implements each of them has five places for
+# every fault. Here there is one: `chat.whole` gives an answer and `chat.chunks` its
+# pieces, as plain dicts, and a further protocol is two translations on top, of a body
+# into a chat's and of chunks into events. `messages.create` is all of Anthropic's
+# protocol that is not translation.
+
+# %%
+from pagedattn.serve import chat, messages
+
+show(chat.whole, chat.chunks, messages.create, messages._frames)
+
+# %% [markdown]
+# The same question, asked in two dialects. Neither ends with `[DONE]`: their events
+# have names, and the last one says that it is the last.
+
+# %%
+question = [{"role": "user", "content": "Name a colour."}]
+asked = {"stream": True, "temperature": 0}
+dialects = {
+    "/v1/messages": {"messages": question, "max_tokens": 3},
+    "/v1/responses": {"input": question, "max_output_tokens": 3},
+}
+for path, body in dialects.items():
+    raw = run(Visitor(app).post(path, {**body, **asked}, request_id="ann-2"))
+    print(path)
+    for name in re.findall(r"^event: (.*)$", raw.decode(), re.M):
+        print("   ", name)
+
+# %% [markdown]
+# ## Calls in a text that is still being written
+#
+# A model calls a tool by writing text in the format it was trained on. Clients want
+# the call as fields, piece by piece, while it is being written. The usual solution is
+# a state machine for each format that is fed with deltas, and the usual fault is a
+# marker that a token boundary cut in two. Here a parser is a pure function of **the
+# text so far**, and keeps one promise: what it says of a text it never takes back for
+# a longer one. `Deltas` then sends the difference between what a text says now and
+# what was sent before, and is the same for all formats.
+#
+# A parser so written can be tested without a model: cut each sample at every place,
+# in all ways, and the joined deltas must equal what the whole text says. Watch it
+# hold back a `<` that may become a marker, and name the call only when it is one.
+
+# %%
+from pagedattn.serve.deltas import Deltas, Said
+from pagedattn.serve.tools import TOOL_PARSERS
+
+written = 'Is 1 <2? <tool_call>\n{"name": "less", "arguments": {"a": 1, "b": 2}}\n'
+written += "</tool_call>"
+parse, deltas = TOOL_PARSERS["hermes"].parse, Deltas(lambda: "call_1")
+for end in range(6, len(written) + 6, 6):
+    parsed = parse(written[:end], end >= len(written), {})
+    delta = deltas.take(Said(parsed.content, parsed.calls))
+    print(f"{written[end - 6 : end]!r:12}", delta or "")
+
+# %%
+from pagedattn.serve.tools import hermes
+
+show(hermes.parse, hermes._read, Deltas.take, Deltas._call)
+
+# %% [markdown]
+# The price is that the text is read again at every token. For a call of 2,000
+# characters that is a few milliseconds over the whole answer, and what it buys is that
+# no state can be wrong. Where `tool_choice` names a tool or requires one, there is
+# nothing to recognise: a grammar (chapter 10) allows no other text, and all of it is
+# the call.
+
+# %% [markdown]
 # ## One thread owns the engine
 #
 # `AsyncEngine` has three pieces of state that threads share: an inbox

@@ -18,8 +18,11 @@ from starlette.responses import Response
 from pagedattn.serve import (
     chat,
     completions,
+    dev,
     embeddings,
     messages,
+    ollama,
+    page,
     responses,
     scoring,
 )
@@ -63,6 +66,10 @@ def build_app(engine: ServedEngine, settings: ServeArgs | None = None) -> FastAP
     )
     app.state.front = front_for(engine, settings)
     app.include_router(router)
+    app.include_router(ollama.router)
+    app.include_router(page.router)
+    if settings.dev_mode() and hasattr(engine, "pause"):  # encoders have no such
+        app.include_router(dev.router)
     app.add_exception_handler(HTTPException, _http_problem)
     # The last added is outermost: refusals carry CORS headers, preflights need no key.
     app.add_middleware(Gate, front=app.state.front, keys=settings.keys())

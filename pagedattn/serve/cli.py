@@ -1,4 +1,4 @@
-"""The command line: `pagedattn serve [MODEL]`, `download-kernels` and `bench`.
+"""The command line: `pagedattn serve [MODEL]`, `chat`, `run-batch`, `bench` and kin.
 
 Knows flags, exit codes and the banner. A mistake is one line on stderr and exit code
 2, whatever stopped the start one line and 1; tracebacks only with --log-level debug.
@@ -20,8 +20,11 @@ from pathlib import Path
 from pagedattn.bench.cli import add_bench
 from pagedattn.config import EngineArgs, add_flags, args_from
 from pagedattn.errors import UserError
+from pagedattn.serve.batch import add_run_batch
+from pagedattn.serve.logs import set_up_logging
 from pagedattn.serve.settings import ServeArgs, add_serve_flags, serve_args_from
 from pagedattn.serve.sockets import listen, url_of
+from pagedattn.serve.terminal import add_terminal
 from pagedattn.student import active, notice
 from pagedattn.version import __version__
 
@@ -78,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="Triton's kernels for a GPU, which need not be here: sm_80, sm_90, sm_100",
     )
     kernels.set_defaults(command=_compile_kernels)
+    add_run_batch(commands)
+    add_terminal(commands)
     add_bench(commands)
     return parser
 
@@ -95,7 +100,7 @@ def settings_from(args: argparse.Namespace) -> tuple[EngineArgs, ServeArgs]:
 # Serving: take the port, load the model, say so, serve.
 def _serve(args: argparse.Namespace) -> int:
     engine_args, settings = settings_from(args)
-    _set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.structured_logs)
     with listen(settings.host, settings.port) as bound:
         from pagedattn import AsyncEngine
         from pagedattn.encoder_engine import EncoderEngine, wants_encoder
@@ -114,18 +119,13 @@ def _serve(args: argparse.Namespace) -> int:
             server = Server(app, not engine_args.disable_log_stats)
             keyed = bool(settings.keys())
             names = app.state.front.names
-            print(banner(engine.facts, names, url_of(bound), keyed))
+            url = url_of(bound, settings.tls)
+            print(banner(engine.facts, names, url, keyed))
             sys.stdout.flush()
             server.run(sockets=[bound])
         finally:
             engine.shutdown()
     return 0
-
-
-def _set_up_logging(level: str) -> None:
-    form = "%(levelname)s %(asctime)s %(name)s: %(message)s"
-    logging.basicConfig(format=form, datefmt="%m-%d %H:%M:%S")
-    log.setLevel(level.upper())
 
 
 def banner(

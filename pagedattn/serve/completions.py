@@ -142,13 +142,14 @@ def failed_if_error(finish_reason: str | None) -> None:
         raise ApiError(500, "The engine failed while it worked on this request.")
 
 
-def _sampling(front: Front, body: CompletionBody) -> SamplingParams:
+def _sampling(
+    front: Front, body: CompletionBody, kind: RequestOutputKind
+) -> SamplingParams:
     values = sampling_values(front, body)
     values.pop("max_tokens", None)  # the model's; a completion's default is OpenAI's
     most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None and "prompt_logprobs" not in values:
         values["prompt_logprobs"] = body.logprobs
-    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     lps = None if body.scoring else body.logprobs
     if body.scoring:
         most, values["min_tokens"] = 1, 0
@@ -157,21 +158,57 @@ def _sampling(front: Front, body: CompletionBody) -> SamplingParams:
 
 async def create(front: Front, body: CompletionBody, request_id: str) -> Response:
     """Answer a completion request; ApiError or UserError if it can't be."""
+    if not body.stream:
+        return JsonAnswer(await whole(front, body, request_id))
+    source = await chunks(front, body, request_id)
+    return EventStream(_frames(source), source)
+
+
+# Whole answers and chunks, as dicts: other protocols are written on top of these two.
+async def whole(front: Front, body: CompletionBody, request_id: str) -> dict[str, Any]:
+    """The `text_completion` that answers; ApiError or UserError if there is none.
+
+    Work is dropped if the caller is cancelled.
+    """
+    asked = await _ask(front, body, request_id, RequestOutputKind.FINAL_ONLY)
+    try:
+        outputs = await gather_lasts(asked.stream, len(asked.writer.prompts))
+    finally:
+        await asked.stream.aclose()
+    return _whole(asked.call, asked.writer, outputs)
+
+
+async def chunks(
+    front: Front, body: CompletionBody, request_id: str
+) -> Opened[dict[str, Any]]:
+    """The chunks of the answer, an async iterator as they come.
+
+    What is wrong from the start raises here, what fails later raises while iterating.
+    The caller must iterate to the end or `aclose()`, which drops the work.
+    """
+    asked = await _ask(front, body, request_id, RequestOutputKind.DELTA)
+    return await opened(_stream(asked), FIRST_WAIT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One request under way."""
+
+    call: Call
+    writer: _Writer
+    stream: AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+async def _ask(
+    front: Front, body: CompletionBody, request_id: str, kind: RequestOutputKind
+) -> _Asked:
     call = front.open_call("cmpl", body, request_id)
-    params = _sampling(front, body)
+    params = _sampling(front, body, kind)
     special = body.add_special_tokens is not False
     cut = body.truncate_prompt_tokens is not None
     prompts = await completion_prompts(front, body.prompt, params.n, special, cut)
     writer = _Writer(front, body, prompts, params.n)
-    stream = front.generate(call, body, prompts, params)
-    if body.stream:
-        source = await opened(stream, FIRST_WAIT)
-        return EventStream(_frames(call, writer, source), source)
-    try:
-        outputs = await gather_lasts(stream, len(prompts))
-    finally:
-        await stream.aclose()
-    return JsonAnswer(_whole(call, writer, outputs))
+    return _Asked(call, writer, front.generate(call, body, prompts, params))
 
 
 def _whole(call: Call, writer: _Writer, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -186,22 +223,28 @@ def _whole(call: Call, writer: _Writer, outputs: list[RequestOutput]) -> dict[st
     }
 
 
-async def _frames(
-    call: Call, writer: _Writer, source: Opened[tuple[int, RequestOutput]]
-) -> AsyncGenerator[bytes, None]:
-    body = writer.body
-    head = {"id": call.id, "object": "text_completion", "created": call.created}
-    head["model"] = call.model
+async def _frames(source: Opened[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
     try:
-        async for i, output in source:
-            for choice in writer.write(i, output):
-                if not says_nothing(choice, choice["text"], body.continuous_usage):
-                    yield frame({**head, "choices": [choice], **_usage(writer)})
-        if body.include_usage:
-            yield frame({**head, "choices": [], "usage": writer.tally.usage()})
+        async for chunk in source:
+            yield frame(chunk)
     except Exception as problem:
         yield frame(as_api_error(problem).body())
     yield DONE
+
+
+async def _stream(asked: _Asked) -> AsyncGenerator[dict[str, Any], None]:
+    call, writer, body = asked.call, asked.writer, asked.writer.body
+    head = {"id": call.id, "object": "text_completion", "created": call.created}
+    head["model"] = call.model
+    try:
+        async for i, output in asked.stream:
+            for choice in writer.write(i, output):
+                if not says_nothing(choice, choice["text"], body.continuous_usage):
+                    yield {**head, "choices": [choice], **_usage(writer)}
+        if body.include_usage:
+            yield {**head, "choices": [], "usage": writer.tally.usage()}
+    finally:
+        await asked.stream.aclose()
 
 
 def _usage(writer: _Writer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,13 @@ from pagedattn.serve.wire import dumps
 
 MAX_INPUTS = 2_048  # in one request, as OpenAI allows
 AT_ONCE = 256  # of these, how many are queued in the engine at a time
+
+
+async def whole(front: Front, body: EmbeddingBody, request_id: str) -> dict[str, Any]:
+    """The answer of `/v1/embeddings` as a dict; ApiError or UserError if there is
+    none. Work is dropped if the caller is cancelled."""
+    made = await create(front, body, request_id)
+    return json.loads(bytes(made.body))
 
 
 async def create(front: Front, body: EmbeddingBody, request_id: str) -> Response:

@@ -5,6 +5,7 @@ Knows what the server asks of an engine, and no more of it; knows nothing of HTT
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -27,11 +28,14 @@ from pagedattn.serve.protocol import (
 from pagedattn.serve.reasoning.split import ReasoningParser
 from pagedattn.serve.responses_store import ResponseStore
 from pagedattn.serve.settings import ServeArgs, read_template
+from pagedattn.serve.spans import Spans
 from pagedattn.serve.tools.calls import ToolParser
 from pagedattn.serve.wire import merge
 from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
+from pagedattn.viz.live import Film
 
+log = logging.getLogger("pagedattn.serve")
 FIRST_WAIT = 1.0  # seconds before a stream's status is sent without a first token
 
 
@@ -46,6 +50,7 @@ class ServedEngine(Protocol):
     model_name: str
     vocab_size: int
     is_running: bool
+    facts: dict[str, str]
     generates: bool
     pooling: Pooling | None
     hidden_size: int
@@ -110,6 +115,8 @@ class Front:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
+    spans: Spans | None = None
+    film: Film | None = None
     responses: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,26 +183,30 @@ class Front:
         Engine ids are unique however often a client repeats its own.
         """
         check_sequences(len(prompts), p.n)
+        if self.settings.enable_log_requests:
+            lengths = [len(prompt.ids) for prompt in prompts]
+            log.info("Received %s: prompt tokens %s, %s", call.id, lengths, p)
         salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
         unique = f"{call.id}-{uuid.uuid4().hex[:12]}"
-        return merge(
-            [
-                self.engine.generate(
-                    {"prompt_token_ids": prompt.ids, **salt},
-                    p,
-                    f"{unique}-{i}",
-                    priority=body.priority or 0,
-                )
-                for i, prompt in enumerate(prompts)
-            ]
-        )
+        streams = [
+            self.engine.generate(
+                {"prompt_token_ids": prompt.ids, **salt},
+                p,
+                f"{unique}-{i}",
+                priority=body.priority or 0,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        if self.spans is not None:
+            streams = [self.spans.around(s, call.id, call.model, p) for s in streams]
+        return merge(streams)
 
 
 def front_for(engine: ServedEngine, settings: ServeArgs) -> Front:
     """The state of a server for `engine`; a template in the settings replaces its."""
     source = read_template(settings.chat_template)
     template = engine.chat_template if source is None else ChatTemplate(source)
-    return Front(
+    front = Front(
         engine,
         settings,
         template,
@@ -203,6 +214,12 @@ def front_for(engine: ServedEngine, settings: ServeArgs) -> Front:
         settings.reasoning(),
         _longest_text(engine),
     )
+    if settings.otlp_traces_endpoint is not None:
+        front.spans = Spans.to(settings.otlp_traces_endpoint)
+    if hasattr(engine, "after_step"):
+        front.film = Film()
+        engine.after_step = front.film.after_step
+    return front
 
 
 def _longest_text(engine: ServedEngine) -> int | None:

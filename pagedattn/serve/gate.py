@@ -20,7 +20,7 @@ from pagedattn.serve.problems import ApiError, as_api_error, body_for
 from pagedattn.serve.protocol import LONGEST_ID
 from pagedattn.serve.wire import JsonAnswer
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/metrics"})
 REQUEST_ID = "x-request-id"
 
 
@@ -58,7 +58,8 @@ class Gate:
 
     def _admit(self, scope: Scope) -> None:
         """Raise 401 without a key, 503 for new work while the server shuts down."""
-        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        path = routed(scope["path"], self._front.settings.root_path)
+        if path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return
         if self._keys and not self._opens(Headers(scope=scope)):
             raise ApiError(401, "A valid API key is needed.")
@@ -83,6 +84,13 @@ class Gate:
             await self._app(scope, receive, send)
         finally:
             self._front.in_flight -= 1
+
+
+def routed(path: str, root_path: str) -> str:
+    """The path that routes are matched with: without the proxy's prefix, if it is
+    still there, as Starlette takes it away."""
+    rest = path.removeprefix(root_path.rstrip("/"))
+    return rest if rest.startswith("/") else path
 
 
 class _Reply:

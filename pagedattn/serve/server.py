@@ -22,6 +22,8 @@ log = logging.getLogger("pagedattn.serve")
 
 STATS_EVERY = 10.0  # seconds between log lines of statistics
 FLUSH = 5.0  # seconds that the last bytes of answers get to leave
+MAX_HEAD = 64 << 10  # bytes of a request's line and headers
+KEEP_ALIVE = 30  # seconds that an idle connection is kept
 NO_CLOSE = 0.05  # seconds between looks at what is still in flight
 
 
@@ -88,4 +90,11 @@ def _uvicorn_config(app: FastAPI, settings: ServeArgs) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD,
+        timeout_keep_alive=KEEP_ALIVE,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=settings.ssl_cert_reqs,
+        **({"log_config": None} if settings.structured_logs else {}),
     )

@@ -24,6 +24,7 @@ from pagedattn.serve.tools.plugin import load
 P = TypeVar("P")
 
 KEY_VARIABLES = ("PAGEDATTN_API_KEY", "VLLM_API_KEY")
+DEV_VARIABLE = "VLLM_SERVER_DEV_MODE"
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -42,6 +43,12 @@ class ServeArgs:
     allowed_methods: tuple[str, ...] = setting(("*",), "CORS methods, as JSON")
     allowed_headers: tuple[str, ...] = setting(("*",), "CORS request headers, as JSON")
     allow_credentials: bool = setting(False, "CORS: allow credentials")
+    ssl_keyfile: str | None = setting(None, "TLS: file with the private key")
+    ssl_certfile: str | None = setting(None, "TLS: file with the certificate chain")
+    ssl_ca_certs: str | None = setting(None, "TLS: file with CAs of clients")
+    ssl_cert_reqs: int = setting(
+        0, "TLS: clients' certificates: 0 not asked for, 1 optional, 2 required"
+    )
     root_path: str = setting("", "path prefix that a proxy in front takes away")
     chat_template: str | None = setting(
         None, "a file with, or the text of, a jinja chat template"
@@ -77,6 +84,16 @@ class ServeArgs:
         "info", "how much uvicorn logs", choices=(*LEVELS, "trace")
     )
     disable_uvicorn_access_log: bool = setting(False, "no log line per HTTP request")
+    structured_logs: bool = setting(False, "one JSON object per log line")
+    enable_log_requests: bool = setting(False, "log each request as it comes")
+    otlp_traces_endpoint: str | None = setting(
+        None, "URL that takes OpenTelemetry traces (pip install 'pagedattn[otel]')"
+    )
+    enable_dev_mode: bool = setting(
+        False,
+        "open /sleep, /pause, /reset_prefix_cache and their like; so does "
+        f"{DEV_VARIABLE}=1 in the environment",
+    )
     disable_fastapi_docs: bool = setting(False, "no /docs, /redoc and /openapi.json")
 
     def __post_init__(self) -> None:
@@ -94,6 +111,7 @@ class ServeArgs:
             )
         for find in (self.tool_parser, self.reasoning):
             find()
+        self._check_tls()
 
     def tool_parser(self) -> ToolParser | None:
         """The parser of tool calls; UserError for a name that is none."""
@@ -105,6 +123,27 @@ class ServeArgs:
         """The parser of reasoning; UserError for a name that is none."""
         return _named(REASONING_PARSERS, "reasoning_parser", self.reasoning_parser)
 
+    def _check_tls(self) -> None:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise UserError(
+                "ssl_keyfile and ssl_certfile need each other.", "ssl_certfile"
+            )
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            value = getattr(self, name)
+            if value is not None and not Path(value).is_file():
+                raise UserError(f"{name}={value!r} is no file.", name)
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise UserError("ssl_cert_reqs needs ssl_ca_certs.", "ssl_cert_reqs")
+
+    @property
+    def tls(self) -> bool:
+        """Whether the server speaks HTTPS."""
+        return self.ssl_certfile is not None
+
+    def dev_mode(self, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether the routes for development are open."""
+        return self.enable_dev_mode or environ.get(DEV_VARIABLE) == "1"
+
     def keys(self, environ: Mapping[str, str] = os.environ) -> list[str]:
         """The keys that open the API; none: it is open to all."""
         found = [environ[v] for v in KEY_VARIABLES if environ.get(v)]
@@ -113,6 +152,7 @@ class ServeArgs:
 
 _RANGES = (
     ("port", 0, 65_535),
+    ("ssl_cert_reqs", 0, 2),
     ("max_body_bytes", 1_024, 1 << 32),
     ("max_stored_responses", 0, 1 << 20),
     ("max_stored_response_bytes", 0, 1 << 40),

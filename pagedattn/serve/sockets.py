@@ -31,8 +31,9 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, tls: bool = False) -> str:
     """The address that clients use."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme, host = "https" if tls else "http", f"[{host}]" if ":" in host else host
+    return f"{scheme}://{host}:{port}"
