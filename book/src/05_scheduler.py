@@ -441,14 +441,15 @@ show(Scheduler._index_settled, Scheduler._finish)
 # ends one at any moment, wherever it is: its blocks are free at once, since plans
 # already made run before any that could reuse them. `has_requests` says whether there
 # is anything to do. `take_ended` and `take_admitted` tell the engine what happened
-# outside a commit. `reset_prefix_cache` forgets all cached prefixes, if nobody runs.
+# outside a commit. `reset_prefix_cache` forgets all cached prefixes, if nobody runs;
+# `preempt_all` sees to that.
 # `check` states what must hold between any two calls; tests call it after each.
 
 # %%
 show(Scheduler.__init__)
 show(Scheduler, section="Requests come and go")
 show(Scheduler.take_ended, Scheduler.take_admitted)
-show(Scheduler.reset_prefix_cache, Scheduler.check)
+show(Scheduler.preempt_all, Scheduler.reset_prefix_cache, Scheduler.check)
 
 # %% [markdown]
 # ## More than one plan in flight

@@ -125,7 +125,7 @@ def _serve(args: argparse.Namespace) -> int:
             server.run(sockets=[bound])
         finally:
             engine.shutdown()
-    return 0
+    return FAILED if server.engine_died else 0
 
 
 def banner(

@@ -24,6 +24,8 @@ STATS_EVERY = 10.0  # seconds between log lines of statistics
 FLUSH = 5.0  # seconds that the last bytes of answers get to leave
 MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 KEEP_ALIVE = 30  # seconds that an idle connection is kept
+LOOK = 0.5  # seconds between looks at whether the engine is alive
+LAST_WORDS = 2.0  # seconds in which a dead engine's /health can still say 503
 NO_CLOSE = 0.05  # seconds between looks at what is still in flight
 
 
@@ -34,6 +36,7 @@ class Server(uvicorn.Server):
         self.front: Front = app.state.front
         super().__init__(_uvicorn_config(app, self.front.settings))
         self._log_stats = log_stats
+        self.engine_died = False
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -41,6 +44,7 @@ class Server(uvicorn.Server):
         """Listen; uvicorn's, and the statistics."""
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        self._tasks.append(asyncio.create_task(self._watch_engine()))
         if self._log_stats:
             self._tasks.append(asyncio.create_task(self._statistics()))
 
@@ -73,6 +77,16 @@ class Server(uvicorn.Server):
             line = self.front.engine.metrics.line(STATS_EVERY)
             if line is not None:
                 log.info(line)
+
+    async def _watch_engine(self) -> None:
+        """End the process some time after its engine has died; it can't recover."""
+        while self.front.engine.is_running:
+            await asyncio.sleep(LOOK)
+        if not self.front.draining:
+            log.critical("The engine has died: this process ends.")
+            self.engine_died = True
+            await asyncio.sleep(LAST_WORDS)
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close; uvicorn's, and our tasks."""

@@ -1,0 +1,78 @@
+"""The page at `/` in a real browser: a chat, the map beside it, time travel."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import SCREENSHOTS
+
+KEY = "sesame"
+SMALL = ("--max-model-len", "512", "--num-gpu-blocks-override", "200")
+
+
+@pytest.fixture(scope="module")
+def address(demo_gguf: Path) -> Iterator[str]:
+    """A server that wants a key."""
+    command = [sys.executable, "-m", "pagedattn.serve", str(demo_gguf), "--port", "0"]
+    server = subprocess.Popen(
+        [*command, *SMALL, "--api-key", KEY], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    for line in server.stdout:
+        if found := re.search(r"address +(http://\S+)", line):
+            yield found[1]
+            break
+    server.terminate()
+    assert server.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "height", "scheme"),
+    [
+        ("wide", 1300, 900, "light"),
+        ("dark", 1300, 900, "dark"),
+        ("phone", 390, 844, ""),
+    ],
+)
+def test_chat_beside_the_engine(
+    page: Any, address: str, name: str, width: int, height: int, scheme: str
+) -> None:
+    """By keyboard alone: give the key, ask, see the answer and the blocks, go back."""
+    tab = page.context.browser.new_page(
+        viewport={"width": width, "height": height}, color_scheme=scheme
+    )
+    problems: list[str] = []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("console", lambda m: problems.append(m.text) if "Policy" in m.text else None)
+    tab.goto(address)
+    tab.wait_for_selector("dialog[open]")
+    tab.keyboard.type(KEY)
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("document.getElementById('model').textContent !== ''")
+    tab.focus("#text")
+    tab.keyboard.type("What is the capital of France?")
+    tab.keyboard.press("Enter")
+    tab.wait_for_function(
+        "document.querySelector('#talk .assistant')?.textContent.length > 12"
+        " && document.querySelectorAll('#plan li').length > 0",
+        timeout=60_000,
+    )
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    tab.screenshot(path=SCREENSHOTS / f"page-{name}.png", full_page=True)
+    assert "held" in tab.inner_text("#legend")
+    wide = tab.evaluate("document.documentElement.scrollWidth")
+    assert wide <= width
+    step = int(tab.inner_text("#step"))
+    tab.focus("#back")
+    tab.keyboard.press("Enter")
+    assert int(tab.inner_text("#step")) <= step
+    assert tab.get_attribute("#live", "aria-pressed") == "false"
+    tab.keyboard.press("Escape")
+    tab.wait_for_function("document.getElementById('send').textContent === 'Send'")
+    tab.close()
+    assert not problems
