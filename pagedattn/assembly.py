@@ -258,6 +258,7 @@ def _facts_on_card(
         "device": card.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "linear": "cuBLAS",
+        "threads": str(torch.get_num_threads()),
         "kernels": "Triton",
         "cudagraph_capture_sizes": ", ".join(map(str, sizes)) or "none",
     }

@@ -128,7 +128,9 @@ class EngineArgs:
         None, "on a GPU, plan the next step while one runs; nothing: yes"
     )
     optimization_level: int = setting(
-        0, "0: kernels as they are; torch.compile, levels 1 to 3, is not built", flag="-O"
+        0,
+        "0: kernels as they are; torch.compile, levels 1 to 3, is not built",
+        flag="-O",
     )
     disable_log_stats: bool = setting(False, "no line of statistics every 10 s")
 

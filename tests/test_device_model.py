@@ -50,9 +50,7 @@ def on_processor(args, found):
 def on_fake_card(args, found, **placement):
     model = loader.load(found, gpu, 64, None, loader.Placement(**placement))
     card = FakeDevice()
-    return join(
-        PipelinedEngine, *assembly.on_card(args, model, gpu, card, card.free)
-    )
+    return join(PipelinedEngine, *assembly.on_card(args, model, gpu, card, card.free))
 
 
 def generated(engine):
