@@ -30,7 +30,8 @@ PACKAGE := pyproject.toml constraints.txt pagedattn/version.py
 pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup serve test lab lint bench bench-peers clean book book-check book-html browser clients
+.PHONY: help setup serve test lab lint bench bench-peers clean book book-check book-html
+.PHONY: browser clients gpu-check
 .PHONY: exercise exercises hint reset
 
 help:  ## List the targets and the variables they read
@@ -47,7 +48,7 @@ serve: $(VENV)/.kernels  ## Serve MODEL, or the demo model, on PORT
 
 test: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Run the tests; PROFILE=long digs deeper
 	OMP_NUM_THREADS=1 PROFILE=$(PROFILE) $(RUN) pytest -n $(WORKERS) --dist worksteal \
-	  --ignore tests/browser --ignore tests/clients \
+	  --ignore tests/browser --ignore tests/clients --ignore tests/gpu \
 	  $(if $(filter long,$(PROFILE)),--timeout 3600) $(TEST_ARGS)
 
 lint: $(VENV)/.test  ## Check style and format
@@ -56,6 +57,10 @@ lint: $(VENV)/.test  ## Check style and format
 
 bench: $(VENV)/.kernels  ## Compare engines here: the table goes into book/measured
 	$(BIN)/pagedattn bench compare $(BENCH_ARGS)
+
+gpu-check: $(VENV)/.test $(VENV)/.lab $(VENV)/.kernels  ## On an NVIDIA card: its tests, then kernels and engine measured
+	TRITON_INTERPRET=0 $(RUN) pytest tests/gpu
+	$(BIN)/pagedattn bench gpu $(BENCH_ARGS)
 
 bench-peers: $(addprefix build/peers/.,$(PEERS))  ## Other engines for `make bench`, each on its own
 

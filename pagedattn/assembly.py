@@ -21,8 +21,18 @@ from tqdm import tqdm
 
 from pagedattn.cache.tables import LayerGroup, group_layers
 from pagedattn.config import EngineArgs, EngineConfig
+from pagedattn.device.buckets import (
+    Buckets,
+    capture_sizes,
+    checked_mode,
+    table_widths,
+)
+from pagedattn.device.cuda import Cuda, choose_device
+from pagedattn.device.memory import SHARE, check_free
+from pagedattn.device.runner import DeviceRunner, Limits
+from pagedattn.device.start import Card, Parts, room_for_kv, start
 from pagedattn.engine import Engine
-from pagedattn.errors import UserError
+from pagedattn.errors import NotSupported, UserError
 from pagedattn.intake import Intake
 from pagedattn.kernels import cpu
 from pagedattn.kernels.threads import openmp_path
@@ -35,6 +45,7 @@ from pagedattn.model.linear import linear_backend, measured_knee
 from pagedattn.model.pooling import Pooling, read_pooling
 from pagedattn.model.source import Source
 from pagedattn.model.tokenizer import read_tokenizer
+from pagedattn.pipeline import PipelinedEngine
 from pagedattn.request import SamplingParams
 from pagedattn.runner import Runner
 from pagedattn.sampling.grammar import Grammars
@@ -43,6 +54,12 @@ from pagedattn.text.template import ChatTemplate
 from pagedattn.text.tokenizer import Tokenizer
 
 FLOAT_BYTES = 4
+CARD_BUDGET = 8192  # tokens of a step on a GPU, where nothing else is said
+DTYPES = {
+    **dict.fromkeys(("auto", "float32", "float"), torch.float32),
+    **dict.fromkeys(("float16", "half"), torch.float16),
+    "bfloat16": torch.bfloat16,
+}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Progress = Callable[[int, int], None]
 SHORT_TURN = 0.0003  # seconds that a thread keeps the interpreter while others wait
@@ -69,6 +86,9 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     found = source.resolve(args.model, args.revision)
     words = source.resolve(args.tokenizer) if args.tokenizer else found
     pooling = causal_pooling(args, found)
+    if choose_device(args.device) == "cuda":
+        return _assemble_on_card(args, found, words, show_progress)
+    _check_for_cpu(args)
     spec = loader.model_spec(found)
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
@@ -83,32 +103,182 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
         _load_kernels(show_progress)
         model = weights.result()
     config, scheduler = _plan_cache(args, spec, groups, measured_knee())
-    eos_ids = [*defaults["eos_token_id"], *_eos_of(tokenizer)]
-    grammars = Grammars(
-        tokenizer.pieces, tokenizer.special_ids, spec.vocab_size, eos_ids
-    )
-    cache = _new_cache(config, spec)
-    runner = Runner(model, groups, config.block_size, cache, grammars)
-    name = (args.served_model_name or [found.name])[0]
+    runner = Runner(model, groups, config.block_size, _new_cache(config, spec))
     facts = _facts(found, spec, config, groups, threads)
-    capacity = scheduler.tables.capacity()
-    intake = Intake(
-        config, capacity, spec.vocab_size, eos_ids, tokenizer, grammars.check
+    joined = _Joined(args, found.name, spec, tokenizer, defaults, sampling, facts)
+    return joined.assembled(Engine, config, scheduler, runner, cores, pooling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """What an engine is put together from, whatever it runs on."""
+
+    args: EngineArgs
+    found_name: str
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    defaults: dict[str, Any]
+    sampling: dict[str, Any]
+    facts: dict[str, str]
+
+    def assembled(
+        self,
+        kind: type[Engine],
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        cores: Sequence[int] = (),
+        pooling: Pooling | None = None,
+    ) -> Assembled:
+        """The engine of that kind, and what surrounds it."""
+        name = (self.args.served_model_name or [self.found_name])[0]
+        eos_ids = [*self.defaults["eos_token_id"], *_eos_of(self.tokenizer)]
+        capacity = scheduler.tables.capacity()
+        vocabulary, tokenizer = self.spec.vocab_size, self.tokenizer
+        grammars = Grammars(
+            tokenizer.pieces, tokenizer.special_ids, vocabulary, eos_ids
+        )
+        runner.grammars = grammars
+        intake = Intake(
+            config, capacity, vocabulary, eos_ids, tokenizer, grammars.check
+        )
+        metrics = Metrics(name, config.max_model_len, self.facts)
+        engine = kind(config, scheduler, runner, intake, metrics, tokenizer)
+        template = tokenizer.chat_template
+        return Assembled(
+            engine,
+            self.args,
+            name,
+            self.spec,
+            ChatTemplate(template) if template else None,
+            self.sampling,
+            self.facts,
+            cores,
+            pooling,
+        )
+
+
+# On a card: what was measured there decides how large the pool is.
+def _check_for_cpu(args: EngineArgs) -> None:
+    """UserError for what only a GPU can do."""
+    if args.dtype in DTYPES and DTYPES[args.dtype] != torch.float32:
+        raise UserError(
+            f"dtype={args.dtype!r} needs device='cuda': CPU kernels compute in "
+            "float32, whatever the file holds.",
+            "dtype",
+        )
+    if args.async_scheduling:
+        raise UserError(
+            "async_scheduling needs device='cuda': a CPU does not run by itself.",
+            "async_scheduling",
+        )
+
+
+def dtype_on_card(wanted: str, stored: str | None) -> torch.dtype:
+    """The dtype to compute in; auto: the file's own 16-bit float, else bfloat16."""
+    if wanted != "auto":
+        return DTYPES[wanted]
+    return torch.float16 if stored == "float16" else torch.bfloat16
+
+
+def _assemble_on_card(
+    args: EngineArgs, found: Source, words: Source, show_progress: bool
+) -> Assembled:
+    from pagedattn.kernels import gpu
+
+    if args.runner == "pooling" or args.convert == "embed":
+        raise NotSupported(
+            "embeddings are not built on device='cuda'; device='cpu' gives them.",
+            "device",
+        )
+    card, share = Cuda(), args.gpu_memory_utilization or SHARE
+    free, total = card.memory()
+    check_free(total, free, share)
+    buckets_of(args, 2, 2)  # refuses now what isn't built
+    stored = loader.load_config(found)
+    if loader.decoder_config(stored).experts is not None:
+        raise NotSupported(
+            "mixture-of-experts models are not built on device='cuda'; "
+            "device='cpu' runs them.",
+            "device",
+        )
+    dtype = dtype_on_card(args.dtype, stored.get("dtype") or stored.get("torch_dtype"))
+    tokenizer, defaults = load_tokenizer(words), loader.generation_config(found)
+    sampling = sampling_defaults(args, defaults)
+    with card.stage("load"), _bar("Weights", show_progress) as progress:
+        placement = loader.Placement(card.device, dtype)
+        model = loader.load(found, gpu, args.max_model_len, progress, placement)
+    with _bar("Graphs", show_progress) as progress:
+        config, scheduler, runner = on_card(args, model, gpu, card, free, progress)
+    facts = _facts_on_card(found, model, config, card, runner)
+    joined = _Joined(args, found.name, model.spec, tokenizer, defaults, sampling, facts)
+    kind = Engine if args.async_scheduling is False else PipelinedEngine
+    return joined.assembled(kind, config, scheduler, runner)
+
+
+def buckets_of(args: EngineArgs, max_num_seqs: int, max_model_len: int) -> Buckets:
+    """The shapes to record; NotSupported for a mode that isn't built."""
+    mode = checked_mode(args.cudagraph_mode, args.enforce_eager)
+    widths = table_widths(max_model_len, args.block_size)
+    if mode == "NONE":
+        return Buckets((), widths)
+    given, largest = args.cudagraph_capture_sizes, args.max_cudagraph_capture_size
+    return Buckets(capture_sizes(max_num_seqs, given, largest), widths)
+
+
+def on_card(
+    args: EngineArgs,
+    model: Decoder,
+    kernels: Any,
+    card: Card,
+    before: int,
+    progress: Progress | None = None,
+) -> tuple[EngineConfig, Scheduler, DeviceRunner]:
+    """Measure the card, take a KV pool of what remains, and record the graphs.
+
+    `before`: bytes that were free before the weights came.
+    """
+    spec = model.spec
+    groups = group_layers(spec.windows)
+    draft = replace(args, num_gpu_blocks_override=2)
+    draft = draft.settle(spec.max_model_len, 1, 1, len(groups), CARD_BUDGET)
+    sizes = draft.max_num_batched_tokens, draft.max_num_seqs, draft.max_model_len
+    parts = Parts(
+        model,
+        kernels,
+        groups,
+        (spec.kv_heads, args.block_size, spec.head_dim),
+        model.dtype,
+        Limits.of(*sizes),
+        buckets_of(args, draft.max_num_seqs, draft.max_model_len),
     )
-    metrics = Metrics(name, config.max_model_len, facts)
-    engine = Engine(config, scheduler, runner, intake, metrics, tokenizer)
-    template = tokenizer.chat_template
-    return Assembled(
-        engine,
-        args,
-        name,
-        spec,
-        ChatTemplate(template) if template else None,
-        sampling,
-        facts,
-        cores,
-        pooling,
-    )
+    if args.kv_cache_memory_bytes is None and args.num_gpu_blocks_override is None:
+        share = args.gpu_memory_utilization or SHARE
+        size = room_for_kv(parts, card, before, share)
+        args = replace(args, kv_cache_memory_bytes=size)
+    itemsize = model.dtype.itemsize
+    config, scheduler = _plan_cache(args, spec, groups, CARD_BUDGET, itemsize)
+    return config, scheduler, start(parts, card, config.num_blocks, progress)
+
+
+def _facts_on_card(
+    found: Source,
+    model: Decoder,
+    config: EngineConfig,
+    card: Cuda,
+    runner: DeviceRunner,
+) -> dict[str, str]:
+    groups, spec = group_layers(model.spec.windows), model.spec
+    per_block = block_bytes(groups, spec, config.block_size, model.dtype.itemsize)
+    sizes = runner.buckets.sizes
+    return _sizes(found, spec, config, per_block) | {
+        "device": card.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "linear": "cuBLAS",
+        "threads": str(torch.get_num_threads()),
+        "kernels": "Triton",
+        "cudagraph_capture_sizes": ", ".join(map(str, sizes)) or "none",
+    }
 
 
 def causal_pooling(args: EngineArgs, found: Source) -> Pooling | None:
@@ -203,17 +373,26 @@ def _has_affinity() -> bool:
 
 
 # The KV pool: as many blocks as fit, and a context length that fits them.
-def block_bytes(groups: Sequence[LayerGroup], spec: ModelSpec, block_size: int) -> int:
+def block_bytes(
+    groups: Sequence[LayerGroup],
+    spec: ModelSpec,
+    block_size: int,
+    itemsize: int = FLOAT_BYTES,
+) -> int:
     """Bytes of one block: keys and values of every layer in a group."""
     layers = max(len(group.layers) for group in groups)
-    return layers * 2 * spec.kv_heads * block_size * spec.head_dim * FLOAT_BYTES
+    return layers * 2 * spec.kv_heads * block_size * spec.head_dim * itemsize
 
 
 def _plan_cache(
-    args: EngineArgs, spec: ModelSpec, groups: Sequence[LayerGroup], knee: int = 1
+    args: EngineArgs,
+    spec: ModelSpec,
+    groups: Sequence[LayerGroup],
+    knee: int = 1,
+    itemsize: int = FLOAT_BYTES,
 ) -> tuple[EngineConfig, Scheduler]:
     free = psutil.virtual_memory().available
-    per_block = block_bytes(groups, spec, args.block_size)
+    per_block = block_bytes(groups, spec, args.block_size, itemsize)
     config = args.settle(spec.max_model_len, per_block, free, len(groups), knee)
     capacity = Scheduler(config, groups).tables.capacity()
     config = fit_length(args, config, capacity)
@@ -262,13 +441,20 @@ def _facts(
     threads: int,
 ) -> dict[str, str]:
     per_block = block_bytes(groups, spec, config.block_size)
-    return {
-        "model": found.name,
-        "architecture": spec.architecture,
+    return _sizes(found, spec, config, per_block) | {
         "dtype": "float32 (what CPU kernels compute in, whatever the file holds)",
         "linear": linear_backend(),
         "threads": str(threads),
         "kernels": "numba" if openmp_path() else "numba, 1 thread: no OpenMP found",
+    }
+
+
+def _sizes(
+    found: Source, spec: ModelSpec, config: EngineConfig, per_block: int
+) -> dict[str, str]:
+    return {
+        "model": found.name,
+        "architecture": spec.architecture,
         "num_gpu_blocks": str(config.num_blocks - 1),
         "block_size": str(config.block_size),
         "kv_cache_bytes": str(per_block * config.num_blocks),

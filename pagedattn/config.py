@@ -46,8 +46,15 @@ class EngineArgs:
     )
     dtype: str = setting(
         "auto",
-        "float32 is what the CPU kernels compute in, whatever the file holds",
-        choices=("auto", "float32", "float"),
+        "what is computed in: float32 on a CPU, whatever the file holds; on a GPU auto "
+        "is the file's own, bfloat16 where that is no 16-bit float",
+        choices=("auto", "float32", "float", "bfloat16", "float16", "half"),
+    )
+    device: str = setting(
+        "auto",
+        "where to compute: auto is cuda where torch finds a card and Triton is "
+        "installed, else cpu",
+        choices=("auto", "cpu", "cuda"),
     )
     quantization: str | None = setting(
         None, "no quantised execution is built yet: leave it out", flag="-q"
@@ -80,7 +87,8 @@ class EngineArgs:
     gpu_memory_utilization: float | None = setting(
         None,
         "share of the free memory that the KV pool may take; nothing: on a CPU "
-        f"{CPU_KV_SHARE}, at most {LARGEST_AUTO_KV >> 30} GiB",
+        f"{CPU_KV_SHARE}, at most {LARGEST_AUTO_KV >> 30} GiB. On a GPU the share of "
+        "the card's memory that everything may take; nothing: 0.9",
     )
     kv_cache_memory_bytes: int | None = setting(
         None, "bytes of the KV pool, 2147483648 or 2g; nothing: a share of the memory"
@@ -121,6 +129,26 @@ class EngineArgs:
     pin_threads: bool = setting(
         False, "bind each of these threads to a physical core of its own (Linux)"
     )
+    enforce_eager: bool = setting(False, "on a GPU, record no CUDA graphs")
+    cudagraph_mode: str = setting(
+        "FULL_DECODE_ONLY",
+        "which steps are CUDA graphs: FULL_DECODE_ONLY or NONE; vLLM's other modes are "
+        "not built",
+    )
+    cudagraph_capture_sizes: list[int] | None = setting(
+        None, "numbers of sequences to record; nothing: 1, 2, 4, every 8th, every 16th"
+    )
+    max_cudagraph_capture_size: int | None = setting(
+        None, "most sequences in a CUDA graph; nothing: max_num_seqs, at most 512"
+    )
+    async_scheduling: bool | None = setting(
+        None, "on a GPU, plan the next step while one runs; nothing: yes"
+    )
+    optimization_level: int = setting(
+        0,
+        "0: kernels as they are; torch.compile, levels 1 to 3, is not built",
+        flag="-O",
+    )
     disable_log_stats: bool = setting(False, "no line of statistics every 10 s")
 
     def __post_init__(self) -> None:
@@ -141,6 +169,13 @@ class EngineArgs:
                 f"quantization={self.quantization!r} is not built yet; GGUF files of "
                 "any supported type run in float32.",
                 "quantization",
+            )
+        if self.optimization_level:
+            raise NotSupported(
+                f"optimization_level={self.optimization_level} is not built: "
+                "torch.compile has nothing to fuse between these kernels; CUDA graphs "
+                "are cudagraph_mode's. It must be 0.",
+                "optimization_level",
             )
         self._check_choices()
         self._check_ranges()
@@ -275,6 +310,7 @@ _RANGES = (
     ("long_prefill_token_threshold", 0, 2**20),
     ("max_logprobs", -1, 2**31 - 1),
     ("num_threads", 1, 1024),
+    ("max_cudagraph_capture_size", 1, 65_536),
 )
 
 
@@ -332,10 +368,11 @@ def _flag_options(f: Field[Any]) -> dict[str, Any]:
     if f.metadata["choices"]:
         options["choices"] = f.metadata["choices"]
     kind = str(f.type)
-    if kind == "bool":
+    if kind.startswith("bool"):
         options["action"] = argparse.BooleanOptionalAction
     elif kind.startswith("list"):
         options["nargs"] = "+"
+        options["type"] = int if kind.startswith("list[int") else str
     elif kind.startswith("dict"):
         options["type"] = json.loads
     elif f.name in ("max_model_len", "kv_cache_memory_bytes"):

@@ -72,7 +72,9 @@ class FakeDevice:
     def busy(self, buffer: Tensor) -> bool:
         """Whether a copy that has not run yet reads this memory."""
         start = buffer.untyped_storage().data_ptr()
-        return any(s.untyped_storage().data_ptr() == start for s in self.reading.values())
+        return any(
+            s.untyped_storage().data_ptr() == start for s in self.reading.values()
+        )
 
     # As a card.
     def memory(self) -> tuple[int, int]:

@@ -369,7 +369,10 @@ def test_a_start_measures_the_largest_steps():
     card.taken = 20 * GIB
     profile = measure(made, card, before=80 * GIB)
     assert profile.held == 20 * GIB and profile.transient == GIB
-    assert [shape for shape, _ in made.model.seen] == [Shape(4, 4, 16), Shape(32, 4, 16)]
+    assert [shape for shape, _ in made.model.seen] == [
+        Shape(4, 4, 16),
+        Shape(32, 4, 16),
+    ]
     assert room_for_kv(made, card, 80 * GIB, 0.5) == 29 * GIB - (256 + 6 * 8 << 20)
 
 
@@ -377,7 +380,7 @@ def test_a_start_rehearses_before_it_records_every_shape():
     card, made = FakeDevice(), parts()
     runner = start(made, card, num_blocks=9)
     assert card.counts["record"] == 6
-    assert set(runner._recorded) == set(made.buckets.shapes())
+    assert set(runner.recorded) == set(made.buckets.shapes())
     seen = [shape for shape, _ in made.model.seen]
     assert set(made.buckets.shapes()) <= set(seen)
     assert Shape(4, 4, 4) in seen and Shape(32, 4, 16) in seen

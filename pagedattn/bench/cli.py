@@ -45,6 +45,10 @@ def add_bench(commands: Any) -> None:
     add_flags(latency)
     latency.set_defaults(enable_prefix_caching=False)
     _add_serve(_command(kinds, "serve", _serve, "a running server, over HTTP"))
+    gpu = _command(kinds, "gpu", _gpu, "kernels and the engine on an NVIDIA card")
+    gpu.add_argument(
+        "--result-dir", type=Path, default=Path("book/measured"), help="gpu.json, .png"
+    )
     _command(kinds, "ceilings", _ceilings, "what this machine can do at most")
     _add_ladder(_command(kinds, "ladder", _ladder, "what each idea is worth here"))
     _command(kinds, "growth", _growth, "a step's overhead while more stands around it")
@@ -172,6 +176,19 @@ def _throughput(args: argparse.Namespace) -> int:
     print(report.table(result, "Throughput Benchmark Result", shown))
     _finish(args, result, timelines, profile)
     return 0
+
+
+def _gpu(args: argparse.Namespace) -> int:
+    from pagedattn.device.cuda import choose_device
+
+    choose_device("cuda")
+    from pagedattn.bench import gpu, gpu_report
+
+    found = gpu.run()
+    print(found.table())
+    for path in gpu_report.write(found, args.result_dir):
+        print(f"wrote {path}")
+    return 0 if all(check.passed for check in found.checks) else 1
 
 
 def _latency(args: argparse.Namespace) -> int:

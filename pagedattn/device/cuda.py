@@ -30,7 +30,7 @@ def missing() -> str | None:
 
 
 def choose_device(wanted: str) -> str:
-    """"cpu" or "cuda" for --device; UserError where a card is asked for in vain."""
+    """ "cpu" or "cuda" for --device; UserError where a card is asked for in vain."""
     why = missing() if wanted != "cpu" else None
     if wanted == "cuda" and why is not None:
         raise UserError(

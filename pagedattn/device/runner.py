@@ -9,7 +9,7 @@ Chapter 07 reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -108,7 +108,7 @@ class DeviceRunner(Runner):
         self._slots = [self._slot(size) for _ in range(DEPTH)]
         self._turn = 0
         self._last: Flight | None = None
-        self._recorded: dict[Shape, tuple[Body, Held]] = {}
+        self.recorded: dict[Shape, tuple[Body, Held]] = {}
 
     def _slot(self, size: int) -> Slot:
         pinned = self.machine.pinned
@@ -172,7 +172,7 @@ class DeviceRunner(Runner):
         fields = fields_of(slot.inputs, shape, self._groups)
         fill(fields, batch, torch.tensor([s for row in sources for s in row]))
         fill_draws(fields, draws)
-        return shape, recorded and shape in self._recorded
+        return shape, recorded and shape in self.recorded
 
     def _tokens(self, item: Item) -> tuple[Sequence[int], Sequence[int]]:
         """(ids, sources): a token's id, or the row of the last step that samples it."""
@@ -193,7 +193,7 @@ class DeviceRunner(Runner):
         size, m = num_bytes(shape, self._groups), self.machine
         decodes = sum(len(item.tokens) == 1 for item in flight.items)
         if recorded:
-            body, flight.held = self._recorded[shape]
+            body, flight.held = self.recorded[shape]
         else:
             body = self._body(shape, decodes, flight.held)
         m.copy(self._inputs[:size], slot.inputs[:size])
@@ -249,9 +249,7 @@ class DeviceRunner(Runner):
             draw = flight.draws[s]
             if s in by_host:
                 chosen = by_host[s]
-                results[i] = Result(
-                    chosen.token, chosen.logprobs, scores, chosen.error
-                )
+                results[i] = Result(chosen.token, chosen.logprobs, scores, chosen.error)
             elif draw is None:
                 results[i] = Result(prompt_logprobs=scores)
             elif tokens[s] < 0:
@@ -260,6 +258,8 @@ class DeviceRunner(Runner):
                 results[i] = Result(tokens[s], prompt_logprobs=scores)
             if draw is not None and results[i].token is not None:
                 draw.state.append(results[i].token)
+                if draw.state.ended:
+                    results[i] = replace(results[i], ended=True)
         flight.results = results
         flight.held = Held()
         return results
@@ -341,7 +341,7 @@ class DeviceRunner(Runner):
             self.rehearse(shape, context)
             held = Held()
             body = self.machine.record(self._body(shape, shape.seqs, held))
-            self._recorded[shape] = (body, held)
+            self.recorded[shape] = (body, held)
             if progress:
                 progress(done + 1, len(shapes))
         return len(shapes)
