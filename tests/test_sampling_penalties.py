@@ -211,3 +211,48 @@ def test_ids_outside_the_vocabulary_are_left_out():
     )
     row = shape(np.ones(V, dtype=np.float32), state)
     assert row.tolist() == [1, 0.5] + [1] * (V - 2)
+
+
+class OnlyEven:
+    """A grammar for tests: even ids, until it breaks."""
+
+    ended = False
+
+    def __init__(self, error=""):
+        self.error = error
+        self.heard = []
+
+    def block(self, row):
+        row[1::2] = -np.inf
+
+    def advance(self, token):
+        self.heard.append(token)
+
+
+@given(seeds, tokens)
+def test_a_grammar_blocks_first_and_hears_every_token(seed, output):
+    params = SamplingParams(
+        temperature=0, logit_bias={1: 100.0}, allowed_token_ids=[1, 2, 4]
+    )
+    follows = OnlyEven()
+    state = SampleState(params, 0, V, [0], output, grammar=follows)
+    assert follows.heard == output and state.shaped and not state.ended
+    row = logits(seed)
+    assert blocked(shape(row[0].numpy(), state)) == {*range(V)} - {2, 4}
+    got = sample(row, [state])[0]
+    assert got.token in (2, 4) and got.error is None
+    state.append(got.token)
+    assert follows.heard == [*output, got.token]
+    follows.ended = True
+    assert state.ended
+
+
+def test_a_grammar_that_broke_is_the_error_of_its_row():
+    wishes = SamplingParams(), SamplingParams()
+    broke, fine = (
+        SampleState(p, 0, V, [0], grammar=OnlyEven(error))
+        for p, error in zip(wishes, ("out of fuel", ""), strict=True)
+    )
+    bad, good = sample(logits(1, 2), [broke, fine])
+    assert bad.token is None and "out of fuel" in bad.error
+    assert good.token % 2 == 0 and good.error is None

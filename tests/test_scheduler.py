@@ -307,6 +307,22 @@ def test_ends_carry_their_reasons():
 
 
 # Preemption.
+def test_an_answer_that_is_complete_ends_with_its_token():
+    """By its grammar: before max_tokens, at it, and whatever min_tokens says."""
+    scheduler = make()
+    early = add(scheduler, "a", 3, max_tokens=5, min_tokens=5)
+    last = add(scheduler, "b", 3, max_tokens=1)
+    goes_on = add(scheduler, "c", 3)
+    plan = scheduler.plan()
+    complete = Result(7, ended=True)
+    scheduler.commit(plan, [complete, complete, Result(7)])
+    for request in (early, last):
+        assert (request.finish_reason, request.stop_reason) == ("stop", None)
+        assert request.tokens[-1] == 7
+    assert goes_on.finish_reason is None
+    assert names(scheduler.running) == ["c"]
+
+
 def test_the_last_in_line_gives_way_and_comes_back_first():
     scheduler = make(num_blocks=7, max_num_batched_tokens=20, prefix_caching=False)
     for name in "abc":

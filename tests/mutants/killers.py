@@ -62,7 +62,11 @@ HEAVY = {
     "sampling/filters.py": ("test_sampling_filters", "test_sampling"),
     "sampling/penalties.py": ("test_sampling_penalties", "test_sampling"),
     "sampling/random.py": ("test_sampling",),
-    "sampling/sampler.py": ("test_sampling", "test_sampling_filters"),
+    "sampling/sampler.py": (
+        "test_sampling",
+        "test_sampling_filters",
+        "test_sampling_penalties",
+    ),
     "kernels/spec.py": ("test_kernels",),
 }
 EXAMPLES = {"test_schedule_states": 12}  # of each state machine; else 30
