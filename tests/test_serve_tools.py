@@ -232,7 +232,8 @@ def test_c75_choices_and_tools_that_can_not_be(
 
 def test_auto_without_the_flags_names_them(engine: Scripted) -> None:
     with serving(engine, settings()) as live:
-        message = refused(live, {"tools": TOOLS}, "tool_choice")
+        refused(live, {"tools": TOOLS, "tool_choice": "auto"}, "tool_choice")
+        message = refused(live, {"tools": TOOLS}, "tools")
         assert "--enable-auto-tool-choice" in message
         assert "--tool-call-parser" in message
         body = says(WEATHER, tools=TOOLS, tool_choice="none")

@@ -545,9 +545,10 @@ show(template_module._mark_end, template_module._cut_at_end)
 # A template is code from a stranger. `_environment` runs it in Jinja's immutable
 # sandbox, where it can neither reach Python's insides nor change its inputs, and within
 # bounds. A template runs straight through but for its loops, its calls and its
-# operators: `bounded` puts `_ticking` around what every loop iterates over,
-# `call` and `call_binop` stand where templates call and compute, and each of them asks
-# the `Budget` for the time (`_tick`) and refuses numbers out of proportion
+# operators. So `BoundedEnvironment` (its `__init__` sets the hooks) puts `_ticking`
+# around what every loop iterates over (`bounded`), and its `call` and `call_binop`
+# stand where templates call and compute. Each of them takes a `tick` of the rendering's
+# `Budget`, which knows the time (`_tick`), and refuses numbers out of proportion
 # (`_check_numbers`, `_check_operands`, `_narrow` for filters, `_too_much` in words).
 # `joined` counts what is written. Templates
 # expect a few things: `_tojson`, since Jinja's own filter escapes for HTML;

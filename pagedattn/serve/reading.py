@@ -53,7 +53,7 @@ def check_choice(front: Front, body: ChatBody) -> None:
             400,
             '"auto" tool choice requires --enable-auto-tool-choice and '
             "--tool-call-parser to be set.",
-            "tool_choice",
+            "tools" if body.tool_choice is None else "tool_choice",
         )
 
 
