@@ -311,6 +311,18 @@ def test_faults_have_their_status_and_parameter(
     assert error["code"] == status and param in (None, error["param"])
 
 
+def test_a_schema_is_enforced(client: openai.OpenAI) -> None:
+    """The tiny model knows no JSON; its grammar does."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
+    schema |= {"required": ["ok"], "additionalProperties": False}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    found = client.responses.create(
+        **GREEDY, input="Hi", text={"format": form}, max_output_tokens=100
+    )
+    assert found.status == "completed"
+    assert list(json.loads(found.output_text)) == ["ok"]
+
+
 def test_unknown_fields_are_ignored(live: Live) -> None:
     body = {"input": "x", "max_output_tokens": 1, "frobnicate": 3, "user": "me"}
     assert live.post(RESPONSES, body).status_code == 200
