@@ -165,3 +165,11 @@ def test_serving_never_imports_transformers() -> None:
         "import pagedattn.async_engine; sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_encoders_banner_says_how_to_embed() -> None:
+    facts = {"architecture": "BertModel", "linear": "oneDNN", "threads": "2"}
+    facts |= {"hidden_size": "384", "pooling": "MEAN", "max_model_len": "256"}
+    said = banner(facts, ["mini"], "http://x:1", keyed=True)
+    assert "curl http://x:1/v1/embeddings" in said and "Bearer YOUR_KEY" in said
+    assert "256 tokens" in said and "KV pool" not in said

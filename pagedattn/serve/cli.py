@@ -133,7 +133,7 @@ def banner(
 ) -> str:
     """What a start says: the model, how it runs, its pool, and how to ask it."""
     if "num_gpu_blocks" not in facts:
-        return _encoder_banner(facts, names, url)
+        return _encoder_banner(facts, names, url, keyed)
     blocks, size = int(facts["num_gpu_blocks"]), int(facts["block_size"])
     length = int(facts["max_model_len"])
     cache = int(facts["kv_cache_bytes"]) / (1 << 30)
@@ -159,7 +159,9 @@ def banner(
     return "\n".join([*lines, f"{curl}{key} -d '{body}'"])
 
 
-def _encoder_banner(facts: dict[str, str], names: list[str], url: str) -> str:
+def _encoder_banner(
+    facts: dict[str, str], names: list[str], url: str, keyed: bool
+) -> str:
     """The same for an encoder, which has no pool."""
     rows = (
         ("model", f"{', '.join(names)} ({facts['architecture']})"),
@@ -170,8 +172,9 @@ def _encoder_banner(facts: dict[str, str], names: list[str], url: str) -> str:
     )
     lines = [f"pagedattn {__version__}", *(f"  {k:16} {v}" for k, v in rows)]
     body = json.dumps({"model": names[0], "input": "Hi"})
-    curl = f"  curl {url}/v1/embeddings -H 'Content-Type: application/json' -d '{body}'"
-    return "\n".join([*lines, curl])
+    curl = f"  curl {url}/v1/embeddings -H 'Content-Type: application/json'"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
+    return "\n".join([*lines, f"{curl}{key} -d '{body}'"])
 
 
 # Kernels.

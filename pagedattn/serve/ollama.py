@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -51,6 +52,8 @@ async def _answer(
         body.model = served_name(front, body.model)
         call = work(front, body, http.state.request_id)
         return await until_gone(http.receive, call) or Response(status_code=499)
+    except ClientDisconnect:  # in the middle of its body; nobody reads an answer
+        raise
     except Exception as problem:
         error = as_api_error(problem)
         return JsonAnswer({"error": error.message}, error.status)
