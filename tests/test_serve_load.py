@@ -31,7 +31,7 @@ BAD = (
     '{"prompt": ""}',
     '{"prompt": "x", "temperature": -1}',
     '{"prompt": "x", "model": "nobody"}',
-    '{"prompt": "x", "max_tokens": 100000}',
+    '{"prompt": "x", "max_tokens": -1}',
     '{"prompt": [[1, 2], "x"]}',
     "[" * 5_000,
 )
