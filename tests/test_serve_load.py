@@ -32,7 +32,7 @@ BAD = (
     '{"prompt": "x", "temperature": -1}',
     '{"prompt": "x", "model": "nobody"}',
     '{"prompt": "x", "max_tokens": -1}',
-    '{"prompt": [[1, 2], "x"]}',
+    '{"prompt": [[1, "x"]]}',
     "[" * 5_000,
 )
 GROWTH = 64 << 20  # bytes that the process may have grown by
