@@ -19,6 +19,7 @@ from pagedattn.errors import NotSupported, UserError
 MAX_N = 16_384  # sequences for one prompt
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 128
+LONGEST_STRING = 4_096  # characters of a stop string or a bad word
 MAX_LOGIT_BIAS = 4_096
 MAX_CHOICES = 1_024
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
@@ -74,6 +75,12 @@ def _strings(name: str, value: Any, most: int) -> list[str]:
     for item in items:
         if not isinstance(item, str) or not item:
             raise UserError(f"{name} must hold non-empty strings, got {item!r}.", name)
+        if len(item) > LONGEST_STRING:
+            raise UserError(
+                f"{name} holds a string of {len(item)} characters; the limit is "
+                f"{LONGEST_STRING}.",
+                name,
+            )
     return items
 
 

@@ -95,7 +95,7 @@ def test_c101_open_paths_are_open_with_and_without_the_prefix(locked: Live) -> N
 
 def test_c101_every_key_opens_and_none_else(locked: Live) -> None:
     for key, opens in (("one", 200), ("two", 200), ("onetwo", 401), ("", 401)):
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         assert locked.http.get("/v1/models", headers=headers).status_code == opens
 
 
@@ -321,6 +321,7 @@ def test_random_bodies_are_answered_never_500(
 
 
 # Kill: the engine's thread ends, and so does the process.
+@pytest.mark.timeout(200)  # loads a server beside whatever else runs
 def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
     """Health says 503, whoever waits hears of it, the exit code says so as well."""
     script = tmp_path / "dies.py"
@@ -359,7 +360,7 @@ def test_a_dead_engine_ends_the_process(tmp_path: Path) -> None:
                 assert http.get("/health").status_code == 503
             except httpx.HTTPError:
                 pass  # it has gone already
-        assert server.wait(30) not in (0, None)
+        assert server.wait(90) == 1
     finally:
         server.kill()
         server.wait()

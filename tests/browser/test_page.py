@@ -36,13 +36,14 @@ def address(demo_gguf: Path) -> Iterator[str]:
     [
         ("wide", 1300, 900, "light"),
         ("dark", 1300, 900, "dark"),
-        ("phone", 390, 844, ""),
+        ("phone", 390, 844, "light"),
     ],
 )
 def test_chat_beside_the_engine(
     page: Any, address: str, name: str, width: int, height: int, scheme: str
 ) -> None:
     """By keyboard alone: give the key, ask, see the answer and the blocks, go back."""
+    expect = pytest.importorskip("playwright.sync_api").expect
     tab = page.context.browser.new_page(
         viewport={"width": width, "height": height}, color_scheme=scheme
     )
@@ -53,15 +54,12 @@ def test_chat_beside_the_engine(
     tab.wait_for_selector("dialog[open]")
     tab.keyboard.type(KEY)
     tab.keyboard.press("Enter")
-    tab.wait_for_function("document.getElementById('model').textContent !== ''")
+    expect(tab.locator("#model")).not_to_be_empty()
     tab.focus("#text")
     tab.keyboard.type("What is the capital of France?")
     tab.keyboard.press("Enter")
-    tab.wait_for_function(
-        "document.querySelector('#talk .assistant')?.textContent.length > 12"
-        " && document.querySelectorAll('#plan li').length > 0",
-        timeout=60_000,
-    )
+    expect(tab.locator("#talk .assistant")).to_contain_text(" ", timeout=60_000)
+    expect(tab.locator("#plan li")).to_have_count(1, timeout=60_000)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     tab.screenshot(path=SCREENSHOTS / f"page-{name}.png", full_page=True)
     assert "held" in tab.inner_text("#legend")
@@ -73,6 +71,6 @@ def test_chat_beside_the_engine(
     assert int(tab.inner_text("#step")) <= step
     assert tab.get_attribute("#live", "aria-pressed") == "false"
     tab.keyboard.press("Escape")
-    tab.wait_for_function("document.getElementById('send').textContent === 'Send'")
+    expect(tab.locator("#send")).to_have_text("Send")
     tab.close()
     assert not problems

@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.config import SchemathesisConfig
-from schemathesis.core.transport import Response as Answer
 
 from .conftest import Demo
 
@@ -30,22 +29,31 @@ def described(demo: Demo) -> Any:
     return schemathesis.openapi.from_dict(document, config=SchemathesisConfig(seed=7))
 
 
-schema = schemathesis.pytest.from_fixture("described")
+@pytest.mark.timeout(900)
+def test_no_request_makes_a_server_error(described: Any, demo: Demo) -> None:
+    """Each operation of the document, so many times."""
+    operations = [found.ok() for found in described.get_all_operations()]
+    assert len(operations) > 8
+    for operation in operations:
+        _try(operation.as_strategy(), demo)
 
 
-@schema.parametrize()
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-def test_no_request_makes_a_server_error(case: Any, demo: Demo) -> None:
-    if isinstance(case.body, dict):
-        case.body = {**case.body, **{k: v for k, v in SHORT.items() if k in case.body}}
-    reply: Answer = case.call(
-        base_url=demo.url, headers={"Authorization": f"Bearer {demo.key}"}, timeout=120
+def _try(cases: Any, demo: Demo) -> None:
+    @given(case=cases)
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
-    assert reply.status_code < 500, (case.body, reply.content[:400])
-    assert httpx.get(demo.url + "/health").status_code == 200
+    def ask(case: Any) -> None:
+        if isinstance(case.body, dict):
+            short = {k: v for k, v in SHORT.items() if k in case.body}
+            case.body = {**case.body, **short}
+        key = {"Authorization": f"Bearer {demo.key}"}
+        reply = case.call(base_url=demo.url, headers=key, timeout=120)
+        assert reply.status_code < 500, (case.body, reply.content[:400])
+        assert httpx.get(demo.url + "/health").status_code == 200
+
+    ask()
