@@ -112,7 +112,7 @@ wishes = st.builds(
 
 
 class Pipeline(RuleBasedStateMachine):
-    """Requests arrive, leave, stop, are preempted and fail while plans are in flight."""
+    """Requests come, leave, stop, are preempted and fail while plans are in flight."""
 
     @initialize(
         block_size=st.integers(1, 4),
