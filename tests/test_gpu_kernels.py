@@ -356,7 +356,7 @@ def test_sample(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_row_of_no_numbers_says_so(temperature: float) -> None:
-    """NaN, infinity, or all blocked, in the first block or the last: -1 for that row."""
+    """NaN, infinity, or all blocked, in the first block or the last: that row is -1."""
     logits = torch.zeros(5, 1100)
     logits[0, 3], logits[1, 1099], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, 1030], logits[4, 7] = 90.0, -torch.inf
