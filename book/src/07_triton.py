@@ -501,9 +501,9 @@ show(PipelinedEngine.step)
 # %% [markdown]
 # How large the pool may be is measured: the largest step runs once, and a `Profile`
 # says what weights and libraries have `held` since and what the step took in passing.
-# `kv_bytes` is what is left of the share that was asked for. None of this needs a card to be
-# tested. `tests/fake_device.py` is a device that does nothing before somebody waits, so
-# an input that is overwritten too early gives wrong tokens.
+# `kv_bytes` is what is left of the share that was asked for. None of this needs a card
+# to be tested. `tests/fake_device.py` is a device that does nothing before somebody
+# waits, so that an input that is overwritten too early gives wrong tokens.
 
 # %%
 show(memory.Profile, memory.kv_bytes)
