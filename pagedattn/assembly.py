@@ -83,12 +83,14 @@ class Assembled:
 
 def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     """Build everything that `args` asks for; UserError if it can't be done."""
+    device = choose_device(args.device)
+    if device == "cpu":
+        _check_for_cpu(args)
     found = source.resolve(args.model, args.revision)
     words = source.resolve(args.tokenizer) if args.tokenizer else found
     pooling = causal_pooling(args, found)
-    if choose_device(args.device) == "cuda":
+    if device == "cuda":
         return _assemble_on_card(args, found, words, show_progress)
-    _check_for_cpu(args)
     spec = loader.model_spec(found)
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below

@@ -354,6 +354,20 @@ def test_sample(
     assert sample_rows(kernels, logits, rows) == expected
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_of_no_numbers_says_so(temperature: float) -> None:
+    """NaN, infinity, or all blocked, in the first block or the last: that row is -1."""
+    logits = torch.zeros(5, 1100)
+    logits[0, 3], logits[1, 1099], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 1030], logits[4, 7] = 90.0, -torch.inf
+    logits[4, 1031] = 90.0
+    out, ones = torch.zeros(5, dtype=torch.int64), torch.ones(5)
+    top_k, top_p = torch.zeros(5).int(), ones.double() * 0.9
+    args = ones * temperature, top_k, top_p, ones * 0, ones.double() / 2
+    gpu.sample(out, logits, *args)
+    assert out.tolist() == [-1, -1, -1, 1030, 1031]
+
+
 @given(st.lists(PENALTIES, min_size=1, max_size=6), st.integers(0, 999))
 @settings(max_examples=15)
 def test_penalize(rows: list[tuple[float, float, float]], seed: int) -> None:

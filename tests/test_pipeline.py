@@ -112,7 +112,7 @@ wishes = st.builds(
 
 
 class Pipeline(RuleBasedStateMachine):
-    """Requests arrive, leave, stop, are preempted and fail while plans are in flight."""
+    """Requests come, leave, stop, are preempted and fail while plans are in flight."""
 
     @initialize(
         block_size=st.integers(1, 4),
@@ -186,6 +186,8 @@ class Pipeline(RuleBasedStateMachine):
     @rule()
     def the_device_fails(self):
         def broken():
+            self.machine.queue.clear()  # what stood behind it is lost
+            self.machine.reading.clear()
             raise RuntimeError("an illegal memory access")
 
         self.machine.queue[0] = (self.machine.queue[0][0], broken)

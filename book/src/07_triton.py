@@ -468,6 +468,50 @@ for name in ("A100 80GB SXM", "H200 SXM"):
 # matters. A first run on a card will be held to these numbers: a decode kernel that
 # needs twice its floor is not done.
 #
+# ## Graphs, and one step ahead
+#
+# A decode step of Qwen3-8B starts some 400 kernels, and starting one takes the host
+# longer than many of them run. A **CUDA graph** is a recording of all of them that one
+# call replays. It replays one shape, at fixed addresses. So `capture_sizes` lists
+# numbers of sequences to record, `table_widths` the room for their contexts, and
+# `Buckets.choose` takes the smallest recorded shape that holds a plan. `fill` makes the
+# missing rows: tokens in the null block, which nobody reads.
+
+# %%
+from pagedattn.device import buckets, memory, staging
+from pagedattn.pipeline import PipelinedEngine
+
+show(buckets.capture_sizes, buckets.table_widths, buckets.Buckets.choose)
+show(staging.fill)
+recorded = buckets.Buckets(buckets.capture_sizes(256), buckets.table_widths(40_960, 16))
+for sequences in (1, 3, 61, 250):
+    print(sequences, *recorded.choose([1] * sequences, width=100))
+print(recorded.choose([1, 1, 500], width=100))
+
+# %% [markdown]
+# All inputs of a step lie in one piece of pinned memory, so that one copy brings them,
+# and there are two such pieces: `PipelinedEngine` plans and fills the next while the
+# device runs this one. What this one samples is not known on the host then, and need
+# not be: a plan names the row that will sample it, and the device looks there. In its
+# `step` the host waits once, for the plan before the one it has just started.
+
+# %%
+show(PipelinedEngine.step)
+
+# %% [markdown]
+# How large the pool may be is measured: the largest step runs once, and a `Profile`
+# says what weights and libraries have `held` since and what the step took in passing.
+# `kv_bytes` is what is left of the share that was asked for. None of this needs a card
+# to be tested. `tests/fake_device.py` is a device that does nothing before somebody
+# waits, so that an input that is overwritten too early gives wrong tokens.
+
+# %%
+show(memory.Profile, memory.kv_bytes)
+GIB = 1 << 30
+profile = memory.Profile(140 * GIB, 138 * GIB, 120 * GIB, 4 * GIB)
+print(memory.gib(memory.kv_bytes(profile, share=0.9, graphs=35)))
+
+# %% [markdown]
 # ## Break it
 #
 # Two properties. First: for any ragged batch, the Triton kernel equals the

@@ -83,12 +83,17 @@ def calls(model: Model) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]
     yield from attention_calls(model)
     yield from cache_calls(model)
     yield from sampling_calls(model)
-    x, weight = model.empty(TOKENS, model.hidden), model.empty(model.hidden)
+    x = model.empty(TOKENS, model.hidden)
+    weight, head = (  # norms' weights are float32, whatever the model computes in
+        torch.empty(n, device="meta") for n in (model.hidden, model.head_dim)
+    )
     gate_up, out = (
         model.empty(TOKENS, 2 * model.width),
         model.empty(TOKENS, model.width),
     )
     yield elementwise.rms_norm, (x, x, weight, 1e-6)
+    q = heads_of(model)[0]
+    yield elementwise.rms_norm, (q, q, head, 1e-6)
     yield elementwise.add_rms_norm, (x, x, x, weight, 1e-6)
     yield elementwise.silu_mul, (out, gate_up)
     yield elementwise.gelu_tanh_mul, (out, gate_up)
@@ -194,11 +199,11 @@ def compiling_for(arch: str) -> Iterator[list[tuple[Any, dict[str, str]]]]:
             driver.set_active(before)
 
 
-def jobs(most: int | None = None) -> list[Job]:
+def jobs(most: int | None = None, models: tuple[Model, ...] = MODELS) -> list[Job]:
     """Every function in each of its configurations, or in the first `most` of them."""
     return [
         (function, config, args)
-        for model in MODELS
+        for model in models
         for function, args in calls(model)
         for config in configs_of(function)[:most]
     ]
@@ -213,6 +218,7 @@ def compile_all(
     arch: str,
     progress: Callable[[str, int, int], None] | None = None,
     most: int | None = None,
+    models: tuple[Model, ...] = MODELS,
 ) -> list[Row]:
     """Compile every kernel in every configuration, or in `most` of each function's;
     report (name, done, of).
@@ -221,7 +227,7 @@ def compile_all(
     """
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would not be compiled.")
-    wanted = jobs(most)
+    wanted = jobs(most, models)
     rows: list[Row] = []
     for done, (function, config, args) in enumerate(wanted):
         if progress:

@@ -97,33 +97,24 @@ def decode_seconds(
     engine: Engine, batch: int, context: int, steps: int, clock: Callable[[], float]
 ) -> float:
     """Seconds of one step in which `batch` sequences decode, the mean of `steps`."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 4, ignore_eos=True)
+    most = steps + context  # the first have begun while others' prompts come
+    params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
     for i in range(batch):
         prompt = [(i * 7919 + j) % 1000 for j in range(context)]
         engine.add_request(f"decode-{batch}-{i}", prompt, params)
     started: set[str] = set()
     while len(started) < batch:
         started |= {output.request_id for output in engine.step()}
-    for request_id in _few_steps(engine, 2):
-        started.add(request_id)
-    begin, counted = clock(), 0
-    while counted < steps - 2 and engine.has_unfinished_requests():
+    engine.step()
+    begin = clock()
+    for _ in range(steps):
         engine.step()
-        counted += 1
-    seconds = (clock() - begin) / counted
-    _finish(engine)
-    return seconds
-
-
-def _few_steps(engine: Engine, n: int) -> list[str]:
-    return [output.request_id for _ in range(n) for output in engine.step()]
-
-
-def _finish(engine: Engine) -> None:
-    for request_id in [*engine.outputs]:
+    seconds = (clock() - begin) / steps
+    for request_id in started:
         engine.abort_request(request_id)
     while engine.has_unfinished_requests():
         engine.step()
+    return seconds
 
 
 def first_token(

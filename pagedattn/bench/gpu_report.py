@@ -163,7 +163,8 @@ class Found:
         for d in self.decodes:
             lines.append(
                 f"decode, batch {d.batch:4}, graphs {'on ' if d.graphs else 'off'} "
-                f"{d.tokens_per_second:10.0f} tokens/s {d.share(card):6.1%} of the floor"
+                f"{d.tokens_per_second:10.0f} tokens/s "
+                f"{d.share(card):6.1%} of the floor"
             )
         lines.append(
             f"prefill of {self.prompt}: {self.prefill_tokens_per_second:.0f} tokens/s; "

@@ -12,8 +12,8 @@ from pagedattn.errors import UserError
 
 GIB = 1 << 30
 SHARE = 0.9  # of the card's memory, where no share is given
-# What graphs keep for themselves, set aside before any is recorded: the driver's part of
-# each, and the intermediate numbers of the largest, which all of them share.
+# What graphs keep for themselves, set aside before any is recorded: the driver's part
+# of each, and the intermediate numbers of the largest, which all of them share.
 GRAPH, GRAPHS = 8 << 20, 256 << 20
 
 
@@ -43,10 +43,11 @@ def check_free(total: int, free: int, share: float) -> None:
     """UserError, before anything is loaded, where others hold what is asked for."""
     if wanted(total, share) > free:
         raise UserError(
-            f"gpu_memory_utilization={share:g} asks for {gib(wanted(total, share))} of "
-            f"the card's {gib(total)}, but only {gib(free)} are free: lower "
-            f"gpu_memory_utilization to {free * 100 // total / 100:.2f} or less, or end "
-            "what holds the rest.",
+            f"gpu_memory_utilization={share:g} asks for "
+            f"{gib(wanted(total, share))} of the card's {gib(total)}, but only "
+            f"{gib(free)} are free: lower "
+            f"gpu_memory_utilization to {free * 100 // total / 100:.2f} or less, or "
+            "end what holds the rest.",
             "gpu_memory_utilization",
         )
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pagedattn.bench.cli import add_bench
 from pagedattn.config import EngineArgs, add_flags, args_from
@@ -79,6 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--arch",
         metavar="sm_90",
         help="Triton's kernels for a GPU, which need not be here: sm_80, sm_90, sm_100",
+    )
+    kernels.add_argument(
+        "--model",
+        help="with --arch, for a model's sizes: folder, hub id or .gguf; default: "
+        "Qwen3-8B's, which `bench gpu` uses",
     )
     kernels.set_defaults(command=_compile_kernels)
     add_run_batch(commands)
@@ -188,7 +194,7 @@ def _compile_kernels(args: argparse.Namespace) -> int:
         print(f"kernels are in {cpu.cache_dir()}")
     if arch:
         with _progress(f"Kernels for {arch}") as show:
-            print(f"kernels are in {_compile_for(arch, show)}")
+            print(f"kernels are in {_compile_for(arch, show, args.model)}")
     return 0
 
 
@@ -202,8 +208,10 @@ def _arch_here() -> str | None:
     return f"sm_{major}{minor}"
 
 
-def _compile_for(arch: str, show: Callable[[str, int, int], None]) -> Path:
-    """Compile Triton's kernels; the folder that they are in."""
+def _compile_for(
+    arch: str, show: Callable[[str, int, int], None], model: str | None = None
+) -> Path:
+    """Compile Triton's kernels for a model's sizes; the folder that they are in."""
     if find_spec("triton") is None:
         raise UserError("--arch needs Triton: pip install 'pagedattn[gpu]'.", "arch")
     from pagedattn.kernels.gpu import launch, report
@@ -211,8 +219,29 @@ def _compile_for(arch: str, show: Callable[[str, int, int], None]) -> Path:
     if arch not in report.SHARED:
         known = ", ".join(report.SHARED)
         raise UserError(f"--arch {arch}: unknown. There are: {known}.", "arch")
-    report.compile_all(arch, show)
+    sizes = report.MODELS if model is None else (_sizes_of(model),)
+    report.compile_all(arch, show, models=sizes)
     return launch.cache_dir()
+
+
+def _sizes_of(model: str) -> Any:
+    """What kernels are compiled for, of a model's configuration."""
+    from pagedattn.assembly import dtype_on_card
+    from pagedattn.kernels.gpu import report
+    from pagedattn.model import loader, source
+
+    found = loader.load_config(source.resolve(model))
+    c = loader.decoder_config(found)
+    return report.Model(
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        c.hidden_size,
+        c.intermediate_size,
+        c.vocab_size,
+        c.softcap,
+        dtype=dtype_on_card("auto", found.get("dtype") or found.get("torch_dtype")),
+    )
 
 
 @contextmanager
