@@ -17,7 +17,7 @@
 #
 # The idea is in book/00_map.ipynb.
 #
-# Made from pagedattn/intake.py by exercises/tools.py. Untouched: e2969f937a20
+# Made from pagedattn/intake.py by exercises/tools.py. Untouched: e216027f81b6
 
 """A caller's prompt and wishes -> requests that the scheduler can take.
 
@@ -86,9 +86,10 @@ class Intake:
         *,
         priority: int = 0,
         add_special_tokens: bool = True,
+        pooling: str | None = None,
     ) -> Ask:
         """The requests that `prompt` asks for; UserError, with nothing done, if it
-        can't be served."""
+        can't be served. With `pooling` hidden states are wanted, and no tokens."""
         if not isinstance(params, SamplingParams):
             raise UserError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}.",
@@ -97,7 +98,7 @@ class Intake:
         params.check_model(self.vocab_size, self.config.max_logprobs)
         self._check_priority(priority)
         text, ids, salt = self._parts(prompt, add_special_tokens)
-        ids = self._fit(ids, params)
+        ids = self._fit(ids, params, 0 if pooling else 1)
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise UserError("stop and bad_words need a tokenizer.", "stop")
         if params.structured_outputs is not None:
@@ -116,6 +117,7 @@ class Intake:
                 priority,
                 salt,
                 bad_words,
+                pooling,
             )
             for sibling in range(params.n)
         ]
@@ -136,6 +138,7 @@ class Intake:
         priority: int,
         salt: str | None,
         bad_words: tuple[tuple[int, ...], ...],
+        pooling: str | None,
     ) -> Request:
         longest = min(self.config.max_model_len, self.capacity + 1)
         most = longest - len(ids) if params.max_tokens is None else params.max_tokens
@@ -143,13 +146,14 @@ class Intake:
             id=id if params.n == 1 else f"{sibling}_{id}",
             tokens=ids,
             params=params,
-            limit=min(len(ids) + most, longest),
+            limit=len(ids) + 1 if pooling else min(len(ids) + most, longest),
             seed=seed,
             sibling=sibling,
             priority=priority,
             eos_ids=self.eos_ids,
             bad_words_ids=bad_words,
             first_block_keys=(("salt", salt),) if salt is not None else (),
+            pooling=pooling,
         )
 
     # The prompt: text, ids, or a dict with either and a salt.
@@ -189,9 +193,10 @@ class Intake:
                 )
         return ids
 
-    def _fit(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt as it will run, cut if asked; refused if it can't fit."""
-        longest = min(self.config.max_model_len - 1, self.capacity)
+    def _fit(self, ids: list[int], params: SamplingParams, room: int) -> list[int]:
+        """The prompt as it will run, cut if asked; refused if it can't fit, with
+        `room` for the first token after it."""
+        longest = min(self.config.max_model_len - room, self.capacity)
         keep = params.truncate_prompt_tokens
         if keep is not None:
             ids = ids[-(longest if keep == -1 else keep) :]
@@ -200,7 +205,8 @@ class Intake:
         if len(ids) > longest:
             raise UserError(
                 f"the prompt has {len(ids)} tokens; the context length is "
-                f"{self.config.max_model_len} and must leave room for one more, and "
+                f"{self.config.max_model_len}"
+                f"{' and must leave room for one more' * room}, and "
                 f"the KV pool holds {self.capacity} tokens of one request.",
                 "prompt",
             )

@@ -16,7 +16,7 @@
 #
 # The idea is in book/05_scheduler.ipynb.
 #
-# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 1ee5daab9ffb
+# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: b18ea35996dd
 
 """Which tokens to compute next, and what to do with what was sampled.
 
@@ -83,6 +83,7 @@ class Start:
     sibling: int
     eos_ids: frozenset[int]
     bad_words_ids: tuple[tuple[int, ...], ...]
+    pooling: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ class Result:
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
     token could be chosen; that request alone ends. `ended`: nothing may follow the
-    token, the answer is complete by its grammar.
+    token, the answer is complete by its grammar. `pooled` is what the prompt's hidden
+    states came to, where they and no token were asked for.
     """
 
     token: int | None = None
@@ -114,6 +116,7 @@ class Result:
     prompt_logprobs: tuple[tuple[int, Any], ...] = ()
     error: str | None = None
     ended: bool = False
+    pooled: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +399,9 @@ class Scheduler:
             return Update(request, result=result, error=result.error)
         if not item.samples:
             return Update(request, result=result)
+        if request.pooling is not None:
+            self._finish(request, "stop")
+            return Update(request, result=result)
         assert result.token is not None and request.pending > 0
         request.pending -= 1
         self._suspects.pop(request.id, None)
@@ -478,6 +484,12 @@ class Scheduler:
             del self.waiting[place]
         self._emit("finish", request.id)
 
+    def preempt_all(self) -> None:
+        """Put every running request back in line; each keeps the tokens it has."""
+        assert not self._in_flight
+        for request in reversed(self.running[:]):
+            self._preempt(request)
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, changing nothing, while any is in use."""
         if self.running:
@@ -518,4 +530,5 @@ def _start(request: Request) -> Start:
         request.sibling,
         request.eos_ids,
         request.bad_words_ids,
+        request.pooling,
     )

@@ -16,7 +16,7 @@
 #
 # The idea is in book/09_engine.ipynb.
 #
-# Made from pagedattn/engine.py by exercises/tools.py. Untouched: ff43d0ffc065
+# Made from pagedattn/engine.py by exercises/tools.py. Untouched: 4372889350f7
 
 """The engine: plan, run, commit, and text for whoever asked.
 
@@ -68,6 +68,7 @@ class Engine:
         self._clock = clock
         self._late: list[RequestOutput] = []  # last outputs of what was aborted
         self._preemptions = 0
+        self.plan: Plan | None = None  # the last step's
 
     # Arrivals and departures.
     def add_request(
@@ -101,6 +102,32 @@ class Engine:
             self._late.append(output)
         self._gauge()
 
+    def take_late(self) -> list[RequestOutput]:
+        """Last outputs of what was aborted, without a step."""
+        late, self._late = self._late, []
+        return late
+
+    def reset_prefix_cache(self, preempt: bool = False) -> bool:
+        """Forget every cached prefix; False, changing nothing, while requests run,
+        unless they may be preempted, which recomputes them from the start."""
+        if preempt:
+            self.scheduler.preempt_all()
+        done = self.scheduler.reset_prefix_cache()
+        self._gauge()
+        return done
+
+    def sleep(self) -> None:
+        """Forget every cached prefix and let go of the KV tensors. Only when idle."""
+        assert not self.has_unfinished_requests()
+        assert self.scheduler.reset_prefix_cache()
+        self.runner.sleep()
+        self.metrics.on_sleep(True)
+
+    def wake_up(self) -> None:
+        """Take KV tensors again; the pool is as it was, its blocks hold nothing."""
+        self.runner.wake_up()
+        self.metrics.on_sleep(False)
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""
         return bool(self._late) or len(self.outputs) > 0
@@ -112,8 +139,8 @@ class Engine:
     # One step: plan, run, commit, and outputs for whoever is due.
     def step(self) -> list[RequestOutput]:
         """Compute one plan, if there is one; what callers are due now."""
-        due, self._late = self._late, []
-        plan = self.scheduler.plan()
+        due = self.take_late()
+        plan = self.plan = self.scheduler.plan()
         updates = self.scheduler.take_ended()
         if plan is not None:
             self._note(plan)

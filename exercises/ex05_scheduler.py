@@ -22,7 +22,7 @@
 # The idea is in book/05_scheduler.ipynb.
 # One solution is pagedattn/scheduler.py itself.
 #
-# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: fdec3e4df731
+# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 8550cebec49b
 
 """Which tokens to compute next, and what to do with what was sampled.
 
@@ -89,6 +89,7 @@ class Start:
     sibling: int
     eos_ids: frozenset[int]
     bad_words_ids: tuple[tuple[int, ...], ...]
+    pooling: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class Result:
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
     token could be chosen; that request alone ends. `ended`: nothing may follow the
-    token, the answer is complete by its grammar.
+    token, the answer is complete by its grammar. `pooled` is what the prompt's hidden
+    states came to, where they and no token were asked for.
     """
 
     token: int | None = None
@@ -120,6 +122,7 @@ class Result:
     prompt_logprobs: tuple[tuple[int, Any], ...] = ()
     error: str | None = None
     ended: bool = False
+    pooled: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +421,12 @@ class Scheduler:
             del self.waiting[place]
         self._emit("finish", request.id)
 
+    def preempt_all(self) -> None:
+        """Put every running request back in line; each keeps the tokens it has."""
+        assert not self._in_flight
+        for request in reversed(self.running[:]):
+            self._preempt(request)
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, changing nothing, while any is in use."""
         if self.running:
@@ -458,4 +467,5 @@ def _start(request: Request) -> Start:
         request.sibling,
         request.eos_ids,
         request.bad_words_ids,
+        request.pooling,
     )

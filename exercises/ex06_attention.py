@@ -17,7 +17,7 @@
 # The idea is in book/06_attention.ipynb.
 # One solution is kernels/spec.py itself.
 #
-# Made from kernels/spec.py by exercises/tools.py. Untouched: 48fbee6a8025
+# Made from kernels/spec.py by exercises/tools.py. Untouched: 7a4e00e8fc64
 
 """What every kernel computes, in a few lines of plain torch: the oracle.
 
@@ -290,9 +290,12 @@ def sample(
     up top_p of their sum. The token is the first id whose running sum of weights
     exceeds uniform times their sum. Of equal values the lower id comes first.
     temperature, min_p float32 [rows]; top_p, uniform in [0, 1) float64; top_k int32.
-    Every row's largest logit is finite.
+    -1 where the largest logit, a NaN counted as such, is not finite.
     """
     for r, row in enumerate(logits):
+        if not row.max().isfinite():
+            out[r] = -1
+            continue
         order = row.sort(descending=True, stable=True).indices
         if temperature[r] == 0:
             out[r] = order[0]

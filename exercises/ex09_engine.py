@@ -17,7 +17,7 @@
 # The idea is in book/09_engine.ipynb.
 # One solution is pagedattn/engine.py itself.
 #
-# Made from pagedattn/engine.py by exercises/tools.py. Untouched: 8c52f43c966c
+# Made from pagedattn/engine.py by exercises/tools.py. Untouched: 6e87301d9e84
 
 """The engine: plan, run, commit, and text for whoever asked.
 
@@ -69,6 +69,7 @@ class Engine:
         self._clock = clock
         self._late: list[RequestOutput] = []  # last outputs of what was aborted
         self._preemptions = 0
+        self.plan: Plan | None = None  # the last step's
 
     # Arrivals and departures.
     def add_request(
@@ -97,6 +98,32 @@ class Engine:
         Its last output, with finish reason "abort", comes with the next step.
         """
         raise NotImplementedError("exercise 9: Engine.abort_request")
+
+    def take_late(self) -> list[RequestOutput]:
+        """Last outputs of what was aborted, without a step."""
+        late, self._late = self._late, []
+        return late
+
+    def reset_prefix_cache(self, preempt: bool = False) -> bool:
+        """Forget every cached prefix; False, changing nothing, while requests run,
+        unless they may be preempted, which recomputes them from the start."""
+        if preempt:
+            self.scheduler.preempt_all()
+        done = self.scheduler.reset_prefix_cache()
+        self._gauge()
+        return done
+
+    def sleep(self) -> None:
+        """Forget every cached prefix and let go of the KV tensors. Only when idle."""
+        assert not self.has_unfinished_requests()
+        assert self.scheduler.reset_prefix_cache()
+        self.runner.sleep()
+        self.metrics.on_sleep(True)
+
+    def wake_up(self) -> None:
+        """Take KV tensors again; the pool is as it was, its blocks hold nothing."""
+        self.runner.wake_up()
+        self.metrics.on_sleep(False)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to report."""

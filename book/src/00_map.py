@@ -612,7 +612,7 @@ def door(tokens, keep):
 
 inputs = st.integers(0, 30), st.sampled_from([None, -1, 5, 20])
 holds(door, *inputs)
-with broken(Intake._fit, "self.config.max_model_len - 1", "self.config.max_model_len"):
+with broken(Intake._fit, "max_model_len - room", "max_model_len"):
     falsify(door, *inputs)
 
 # %% [markdown]

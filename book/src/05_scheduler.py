@@ -441,9 +441,9 @@ show(Scheduler._index_settled, Scheduler._finish)
 # ends one at any moment, wherever it is: its blocks are free at once, since plans
 # already made run before any that could reuse them. `has_requests` says whether there
 # is anything to do. `take_ended` and `take_admitted` tell the engine what happened
-# outside a commit. `reset_prefix_cache` forgets all cached prefixes, if nobody runs;
-# `preempt_all` sees to that.
-# `check` states what must hold between any two calls; tests call it after each.
+# outside a commit. `reset_prefix_cache` forgets all prefixes, if nobody runs;
+# `preempt_all` sees to that. `check` states what must hold between any two calls;
+# tests call it after each.
 
 # %%
 show(Scheduler.__init__)

@@ -214,7 +214,9 @@ run(meanwhile())
 # request's last, so that a chunk in the middle of a prompt draws nothing. `_result`
 # packs an item's part, and `_score_prompt` adds log-probabilities of prompt tokens,
 # 64 positions at a time, since logits of a whole prompt would be 100 MB for 512
-# tokens.
+# tokens. `_pool` is for those who want an embedding and no token: it takes in the
+# hidden states of each chunk. `sleep` lets the KV tensors go, `wake_up` makes them
+# anew.
 
 # %%
 from pagedattn import output, request, runner
@@ -239,8 +241,10 @@ show(Engine.__init__)
 # its time, and sends only the second through the inbox. `abort_request` ends the
 # sequences that still live, frees their blocks at once and keeps a last output for
 # the caller. It sets the gauges itself, for if that was the last request there will
-# be no step to do it. `has_unfinished_requests` counts such last outputs as work;
-# `get_num_unfinished_requests` counts callers.
+# be no step to do it. `has_unfinished_requests` counts such last outputs as work, and
+# `take_late` hands them over; `get_num_unfinished_requests` counts callers.
+# `reset_prefix_cache`, `sleep` and `wake_up` are for operators: an idle engine forgets
+# its cache, or gives its KV memory back for a while.
 
 # %%
 show(Engine, section="Arrivals and departures")
@@ -415,11 +419,11 @@ for text in serving.metrics.render().decode().splitlines():
 # ## One answer, many protocols
 #
 # Clients speak five dialects: OpenAI's chats, completions and responses, Anthropic's
-# messages, Ollama's lines. An engine that implements each of them has five places for
+# messages, Ollama's lines. A server that implements each of them has five places for
 # every fault. Here there is one: `chat.whole` gives an answer and `chat.chunks` its
 # pieces, as plain dicts, and a further protocol is two translations on top, of a body
-# into a chat's and of chunks into events. `messages.create` is all of Anthropic's
-# protocol that is not translation.
+# into a chat's and of chunks into events. `messages.create`, with `_frames`, is all of
+# Anthropic's protocol that is not translation.
 
 # %%
 from pagedattn.serve import chat, messages
@@ -452,7 +456,8 @@ for path, body in dialects.items():
 # marker that a token boundary cut in two. Here a parser is a pure function of **the
 # text so far**, and keeps one promise: what it says of a text it never takes back for
 # a longer one. `Deltas` then sends the difference between what a text says now and
-# what was sent before, and is the same for all formats.
+# what was sent before, and is the same for all formats: `take` looks at reasoning and
+# content, `_call` at one call.
 #
 # A parser so written can be tested without a model: cut each sample at every place,
 # in all ways, and the joined deltas must equal what the whole text says. Watch it
@@ -469,6 +474,10 @@ for end in range(6, len(written) + 6, 6):
     parsed = parse(written[:end], end >= len(written), {})
     delta = deltas.take(Said(parsed.content, parsed.calls))
     print(f"{written[end - 6 : end]!r:12}", delta or "")
+
+# %% [markdown]
+# A format is a `_read`, which says what a marker begins, and a `parse` that hands it
+# to what formats share.
 
 # %%
 from pagedattn.serve.tools import hermes
@@ -504,13 +513,14 @@ show(async_engine._Stream, AsyncEngine.__init__, AsyncEngine.from_args)
 # outputs. The `finally` is the most important line: however the caller leaves, by
 # `aclose`, by an exception, by being cancelled, an unfinished request is aborted
 # (`_abort`; `abort` is its public form). Nothing above this generator has to think of
-# it.
+# it. `embed` is such a caller whose only output is an embedding.
 
 # %%
 show(AsyncEngine, section="One request: a stream of outputs")
 
 # %% [markdown]
-# The engine's side. `_loop` is the thread. `_take_messages` acts on all that has
+# The engine's side. `_loop` is the thread, `_turn` what it does once: a step, or
+# nothing while an operator has frozen it. `_take_messages` acts on all that has
 # arrived and blocks only if there is nothing else to do, so an idle server costs
 # nothing. `_deliver` hands an output to its stream. `_close` tells everybody when the
 # loop has ended, those included whose `add` was put into the inbox a moment too late:
@@ -523,8 +533,9 @@ show(AsyncEngine, section="The step loop")
 # %% [markdown]
 # What a server reads of an engine, for completeness: `args`, `config`, `facts` and
 # `model_name` (what it runs with), `tokenizer`, `chat_template` and `vocab_size` (the
-# model's), `default_sampling` (what silence means), `metrics`, and the two questions
-# `is_running` and `is_draining`.
+# model's), `default_sampling` (what silence means), `metrics`, the two questions
+# `is_running` and `is_draining`, and of embeddings `pooling`, `hidden_size`, and
+# whether it `generates` text at all.
 
 # %%
 show(AsyncEngine, section="What servers read")

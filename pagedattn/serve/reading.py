@@ -51,7 +51,7 @@ def check_choice(front: Front, body: ChatBody) -> None:
     if body.choice == "auto" and not front.settings.enable_auto_tool_choice:
         raise ApiError(
             400,
-            '"auto" tool choice requires --enable-auto-tool-choice and '
+            'tools: "auto" tool choice requires --enable-auto-tool-choice and '
             "--tool-call-parser to be set.",
             "tools" if body.tool_choice is None else "tool_choice",
         )
