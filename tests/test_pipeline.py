@@ -410,3 +410,26 @@ def test_what_is_recorded_by_default_serves_every_decode_plan():
     for n in range(1, 257):
         shape, recorded = buckets.choose([1] * n, 2560)
         assert recorded and n <= shape.seqs < n + 8
+
+
+def test_a_failure_that_the_next_launch_finds_is_the_older_plans():
+    """A row that is sampled on the host waits for the step before; that it failed is
+    not the fault of whoever noticed, and a second wait may not call it well."""
+    machine = FakeDevice()
+    config = dict(block_size=1, num_blocks=12, max_num_batched_tokens=4)
+    engine = pipelined(machine, max_num_seqs=2, **config)
+
+    def broken():
+        machine.queue.clear()
+        machine.reading.clear()
+        raise RuntimeError("an illegal memory access")
+
+    engine.add_request("old", [0], SamplingParams(max_tokens=1, temperature=0))
+    engine.step()
+    machine.queue[0] = (machine.queue[0][0], broken)
+    penalised = SamplingParams(max_tokens=1, temperature=0, repetition_penalty=1.5)
+    engine.add_request("new", [0], penalised)
+    ask = engine.intake.accept("truth", [0], penalised)
+    last = drain(engine)
+    assert tokens(last["new"]) == [naive_generate(ask.requests[0], (0, 0))[0]]
+    assert last["old"].outputs[0].finish_reason == "error"

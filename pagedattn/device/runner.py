@@ -37,7 +37,8 @@ class Held:
 
 @dataclass(slots=True)
 class Flight:
-    """A plan under way. `results` are None until someone has waited for them."""
+    """A plan under way. `results` are None until someone has waited for them; `error`
+    is what that came to, if it failed."""
 
     plan: Plan
     order: list[int]  # the plan's items as they stand in the batch
@@ -46,6 +47,7 @@ class Flight:
     held: Held
     mark: object = None
     results: list[Result] | None = None
+    error: Exception | None = None
 
     @property
     def items(self) -> list[Item]:
@@ -234,11 +236,12 @@ class DeviceRunner(Runner):
     def finish(self, flight: Flight) -> list[Result]:
         """Wait for a plan's results: one for each item, in the plan's order.
 
-        A second call gives the same without waiting.
+        A second call gives the same without waiting, a failure too: a device that
+        has failed may answer a second question with anything.
         """
         if flight.results is not None:
             return flight.results
-        self.machine.wait(flight.mark)
+        self._wait(flight)
         tokens = flight.tokens[: len(flight.order)].tolist()
         by_host = self._sample_on_host(flight)
         results: list[Result] = [Result()] * len(tokens)
@@ -263,6 +266,15 @@ class DeviceRunner(Runner):
         flight.results = results
         flight.held = Held()
         return results
+
+    def _wait(self, flight: Flight) -> None:
+        if flight.error is not None:
+            raise flight.error
+        try:
+            self.machine.wait(flight.mark)
+        except Exception as error:
+            flight.error = error
+            raise
 
     def _sample_on_host(self, flight: Flight) -> dict[int, object]:
         """Samples of the rows that need their logits here, by place in the batch."""
