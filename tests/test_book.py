@@ -25,7 +25,22 @@ import weave  # noqa: E402
 
 SOURCES = sorted((BOOK / "src").glob("*.py"))
 NOTEBOOKS = sorted(BOOK.glob("[0-9][0-9]_*.ipynb"))
-DUE = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "15", "17")
+DUE = (
+    "00",
+    "01",
+    "02",
+    "03",
+    "04",
+    "05",
+    "06",
+    "07",
+    "08",
+    "09",
+    "10",
+    "15",
+    "16",
+    "17",
+)
 
 # The book shows every function of these.
 CONTROL = (

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 15 · Measure
 #
-# [← 10 Grammars](10_grammars.ipynb) · [17 Reading vLLM →](17_vllm.ipynb)
+# [← 10 Grammars](10_grammars.ipynb) · [16 In production →](16_production.ipynb)
 #
 # Take one engine, one model, one machine and the same 256 requests. One benchmark says
 # that a reader waits 0.34 seconds for the first token. Another says 6.4 seconds. Both
@@ -726,4 +726,4 @@ with broken(
 # the load runs, energy, and profiles from inside CUDA (`--profile`, which starts
 # torch's profiler in the server).
 #
-# [← 10 Grammars](10_grammars.ipynb) · [17 Reading vLLM →](17_vllm.ipynb)
+# [← 10 Grammars](10_grammars.ipynb) · [16 In production →](16_production.ipynb)

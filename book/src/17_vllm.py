@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 17 · Reading vLLM
 #
-# [← 15 Measure](15_measure.ipynb) · [00 The map](00_map.ipynb)
+# [← 16 In production](16_production.ipynb) · [00 The map](00_map.ipynb)
 #
 # vLLM has 201 engine flags (counted in `vllm/engine/arg_utils.py` in August 2026);
 # this engine has the number below. You have read the small one. Where do you find its
@@ -621,4 +621,4 @@ with broken(Tables._first_needed, "n * self.block_size - group.window + 1", late
 # You now have the map of a much larger house. Take one row of the table, open both
 # files, and read.
 #
-# [← 15 Measure](15_measure.ipynb) · [00 The map](00_map.ipynb)
+# [← 16 In production](16_production.ipynb) · [00 The map](00_map.ipynb)
