@@ -59,7 +59,7 @@
 # | [09 Engine and server](09_engine.ipynb) | how do clients share one loop? |
 # | [10 Grammars](10_grammars.ipynb) | how can an answer be sure to be JSON? |
 # | [15 Measure](15_measure.ipynb) | how fast is it, and how do you know? |
-# | [16 In production](16_production.ipynb) | which flags, which numbers, which alarms? |
+# | [16 In production](16_production.ipynb) | what goes wrong without an error? |
 # | [17 Reading vLLM](17_vllm.ipynb) | where is all this in vLLM? |
 #
 # In this order each chapter needs only those before it. 02 and 08 can be read at any
