@@ -136,9 +136,6 @@ upper.legend()
 lower.legend(fontsize=8)
 chart(figure, "\n".join(text), "A small pool stays full and preempts (crosses)")
 
-# %%
-print("\n".join(text))
-
 # %% [markdown]
 # Look at the shapes. A pool that is too small is not a little over its limit now and
 # then. It is full in most of its steps, because whoever waits is let in as soon as
@@ -435,14 +432,15 @@ for gap in (4, 5, 6, 7, 8):
     print(f"{gap} steps {'':9}", *[f"{n:5}" for n in waiting_after(gap).values()])
 
 # %% [markdown]
-# Between five steps and six lies the capacity. (The 447 steps for 64 requests in the
-# first table say seven, for in the last of them most seats were empty.) Below it there
-# is no queue when we look. Above it, the queue grows for as long as the load
-# lasts, every newcomer waits longer than the one before, and those who give up and ask
-# again add to it. This is the figure of chapter 15 that grows with the length of the
-# run. Limit it where you know what an answer is worth: in the proxy, by a number of
-# requests under way (`GET /load` says how many) above which it answers 429. A refusal
-# that comes at once is kinder than an answer that comes after its reader has gone.
+# Between five steps and six lies the capacity: 5,843 tokens on sixteen seats are 365
+# steps, 5.7 for each of 64 requests. (The 447 of the first table include a tail in
+# which there was nobody left to take a seat.) Below it there is no queue when we look.
+# Above it, the queue grows for as long as the load lasts, every newcomer waits longer
+# than the one before, and those who give up and ask again add to it. This is the figure
+# of chapter 15 that grows with the length of the run. Limit it where you know what an
+# answer is worth: in the proxy, by a number of requests under way (`GET /load` says how
+# many) above which it answers 429. A refusal that comes at once is kinder than an
+# answer that comes after its reader has gone.
 
 # %% [markdown]
 # ## Reading /metrics on a live server
