@@ -371,7 +371,7 @@ print(re.sub(r'"created":\d+', '"created":0', raw.decode()))
 # brings the usage; then comes `[DONE]`, which is no JSON.
 #
 # `frame` makes an event. It writes ASCII, for U+2028 in an answer would end a line in
-# some clients. `_frames` turns outputs into events, and a failure in mid-stream into
+# some clients. `frames` turns outputs into events, and a failure in mid-stream into
 # an event too: the status 200 is long gone. `says_nothing` suppresses chunks whose
 # text is held back. `EventStream` sends them, and closes both ends however it is
 # left. `until_gone` runs work while `_gone` listens for the client's disconnect;
@@ -380,7 +380,7 @@ print(re.sub(r'"created":\d+', '"created":0', raw.decode()))
 # %%
 from pagedattn.serve import completions, front, gate, wire
 
-show(wire.frame, completions._frames, completions.says_nothing)
+show(wire.frame, completions.frames, completions.says_nothing)
 show(wire.EventStream, wire.until_gone, wire._gone)
 
 # %% [markdown]

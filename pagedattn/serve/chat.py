@@ -18,7 +18,7 @@ from pagedattn.request import (
     RequestOutputKind,
     SamplingParams,
 )
-from pagedattn.serve.completions import failed_if_error, says_nothing
+from pagedattn.serve.completions import failed_if_error, frames, says_nothing
 from pagedattn.serve.front import (
     FIRST_WAIT,
     Call,
@@ -28,17 +28,15 @@ from pagedattn.serve.front import (
     sampling_values,
 )
 from pagedattn.serve.logprobs import chat_logprobs, namer, prompt_logprobs
-from pagedattn.serve.problems import ApiError, as_api_error
+from pagedattn.serve.problems import ApiError
 from pagedattn.serve.prompts import chat_prompt, last_text
 from pagedattn.serve.protocol import ChatBody
 from pagedattn.serve.reading import Reading, Reply, check_choice, reading_for
 from pagedattn.serve.tool_schemas import forced_schema
 from pagedattn.serve.wire import (
-    DONE,
     EventStream,
     JsonAnswer,
     Opened,
-    frame,
     gather_lasts,
     opened,
 )
@@ -132,16 +130,7 @@ async def create(front: Front, body: ChatBody, request_id: str) -> Response:
     if not body.stream:
         return JsonAnswer(await whole(front, body, request_id))
     source = await chunks(front, body, request_id)
-    return EventStream(_frames(source), source)
-
-
-async def _frames(source: Opened[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
-    try:
-        async for chunk in source:
-            yield frame(chunk)
-    except Exception as problem:
-        yield frame(as_api_error(problem).body())
-    yield DONE
+    return EventStream(frames(source), source)
 
 
 # Whole answers and chunks, as dicts: other protocols are written on top of these two.
@@ -257,7 +246,7 @@ def _chunks(writer: _Writer, output: RequestOutput) -> list[dict[str, Any]]:
             delta, choice["finish_reason"] = writer.reply(out)
         if not says_nothing(choice, any(delta.values()), writer.body.continuous_usage):
             choice["delta"] = delta
-            chunks.append({"choices": [choice], **_usage(writer)})
+            chunks.append({"choices": [choice], **writer.tally.in_chunk(writer.body)})
     return chunks
 
 
@@ -265,11 +254,4 @@ def _first(writer: _Writer, output: RequestOutput, index: int) -> dict[str, Any]
     choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
     choice["delta"] = {"role": writer.role, "content": writer.echoed}
     fields = {} if writer.started else writer.prompt_fields(output)
-    return {"choices": [choice], **_usage(writer), **fields}
-
-
-def _usage(writer: _Writer) -> dict[str, Any]:
-    """A chunk's usage: counted so far, or null until the last, or left out."""
-    if writer.body.continuous_usage:
-        return {"usage": writer.tally.usage()}
-    return {"usage": None} if writer.body.include_usage else {}
+    return {"choices": [choice], **writer.tally.in_chunk(writer.body), **fields}

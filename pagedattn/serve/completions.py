@@ -161,7 +161,7 @@ async def create(front: Front, body: CompletionBody, request_id: str) -> Respons
     if not body.stream:
         return JsonAnswer(await whole(front, body, request_id))
     source = await chunks(front, body, request_id)
-    return EventStream(_frames(source), source)
+    return EventStream(frames(source), source)
 
 
 # Whole answers and chunks, as dicts: other protocols are written on top of these two.
@@ -223,7 +223,8 @@ def _whole(call: Call, writer: _Writer, outputs: list[RequestOutput]) -> dict[st
     }
 
 
-async def _frames(source: Opened[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+async def frames(source: Opened[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    """A stream's events, of completions and chats alike; a failure is one of them."""
     try:
         async for chunk in source:
             yield frame(chunk)
@@ -240,18 +241,11 @@ async def _stream(asked: _Asked) -> AsyncGenerator[dict[str, Any], None]:
         async for i, output in asked.stream:
             for choice in writer.write(i, output):
                 if not says_nothing(choice, choice["text"], body.continuous_usage):
-                    yield {**head, "choices": [choice], **_usage(writer)}
+                    yield {**head, "choices": [choice], **writer.tally.in_chunk(body)}
         if body.include_usage:
             yield {**head, "choices": [], "usage": writer.tally.usage()}
     finally:
         await asked.stream.aclose()
-
-
-def _usage(writer: _Writer) -> dict[str, Any]:
-    """A chunk's usage: counted so far, or null until the last, or left out."""
-    if writer.body.continuous_usage:
-        return {"usage": writer.tally.usage()}
-    return {"usage": None} if writer.body.include_usage else {}
 
 
 def says_nothing(choice: dict[str, Any], text: str | bool, counted: bool) -> bool:

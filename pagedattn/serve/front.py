@@ -304,3 +304,9 @@ class Tally:
         if self.reasoning is not None:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
         return found
+
+    def in_chunk(self, body: GenerateBody) -> dict[str, Any]:
+        """A chunk's usage: counted so far, or null until the last, or left out."""
+        if body.continuous_usage:
+            return {"usage": self.usage()}
+        return {"usage": None} if body.include_usage else {}
