@@ -25,7 +25,7 @@ from pagedattn.model import loader
 from pagedattn.model.encoder import load_encoder
 from pagedattn.model.source import Source, resolve
 from pagedattn.request import SamplingParams
-from pagedattn.serve.scoring import cosines, ranked
+from pagedattn.serve.pooling.scoring import cosines, ranked
 from pagedattn.testing import hash_engine, naive_hidden
 
 PATH = "/v1/embeddings"

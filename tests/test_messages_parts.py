@@ -10,9 +10,9 @@ from chat_chunks import Said, answers, cuts, replay_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedattn.serve.messages_body import MessagesBody, chat_for
-from pagedattn.serve.messages_events import Answer
-from pagedattn.serve.messages_input import to_messages
+from pagedattn.serve.messages.body import MessagesBody, chat_for
+from pagedattn.serve.messages.events import Answer
+from pagedattn.serve.messages.input import to_messages
 from pagedattn.serve.problems import ApiError
 from pagedattn.serve.protocol import built
 from pagedattn.serve.to_chat import as_chunk

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from serve_live import Live, engine_for, serving, write_model
 
-from pagedattn.serve.ollama_bodies import OllamaChat, OllamaGenerate
+from pagedattn.serve.ollama.bodies import OllamaChat, OllamaGenerate
 from pagedattn.serve.problems import ApiError
 
 HI = [{"role": "user", "content": "Hi"}]

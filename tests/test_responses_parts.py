@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from pagedattn.serve.problems import ApiError
 from pagedattn.serve.protocol import built
-from pagedattn.serve.responses_body import ResponsesBody, chat_for
-from pagedattn.serve.responses_events import Answer
-from pagedattn.serve.responses_input import input_items, to_messages
-from pagedattn.serve.responses_store import Job, Kept, ResponseStore
+from pagedattn.serve.responses.body import ResponsesBody, chat_for
+from pagedattn.serve.responses.events import Answer
+from pagedattn.serve.responses.input import input_items, to_messages
+from pagedattn.serve.responses.store import Job, Kept, ResponseStore
 from pagedattn.serve.to_chat import as_chunk
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{}"}

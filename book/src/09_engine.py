@@ -426,7 +426,8 @@ for text in serving.metrics.render().decode().splitlines():
 # Anthropic's protocol that is not translation.
 
 # %%
-from pagedattn.serve import chat, messages
+from pagedattn.serve import chat
+from pagedattn.serve.messages import answer as messages
 
 show(chat.whole, chat.chunks, messages.create, messages._frames)
 

@@ -15,21 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from pagedattn.serve import (
-    chat,
-    completions,
-    dev,
-    embeddings,
-    messages,
-    ollama,
-    page,
-    responses,
-    scoring,
-)
+from pagedattn.serve import chat, completions, dev, page
 from pagedattn.serve.front import Front, ServedEngine, front_for
 from pagedattn.serve.gate import REQUEST_ID, Gate
-from pagedattn.serve.messages_body import CountBody, MessagesBody
-from pagedattn.serve.pooling_bodies import (
+from pagedattn.serve.messages import answer as messages
+from pagedattn.serve.messages.body import CountBody, MessagesBody
+from pagedattn.serve.ollama import answer as ollama
+from pagedattn.serve.pooling import embeddings, scoring
+from pagedattn.serve.pooling.bodies import (
     EmbeddingBody,
     PoolBody,
     PoolingBody,
@@ -46,7 +39,8 @@ from pagedattn.serve.protocol import (
     parse,
     read_body,
 )
-from pagedattn.serve.responses_body import ResponsesBody
+from pagedattn.serve.responses import answer as responses
+from pagedattn.serve.responses.body import ResponsesBody
 from pagedattn.serve.settings import ServeArgs
 from pagedattn.serve.wire import JsonAnswer, until_gone
 from pagedattn.version import __version__

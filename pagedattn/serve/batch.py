@@ -182,8 +182,8 @@ async def _answer(front: Any, line: dict[str, Any], request_id: str) -> Any:
 
 def _routes() -> dict[str, tuple[type[Any], Answer]]:
     """What a line may ask for: URL -> its body and who answers it."""
-    from pagedattn.serve import chat, completions, embeddings, scoring
-    from pagedattn.serve import pooling_bodies as bodies
+    from pagedattn.serve import chat, completions
+    from pagedattn.serve.pooling import bodies, embeddings, scoring
     from pagedattn.serve.protocol import ChatBody, CompletionBody
 
     score, rerank = (

@@ -26,7 +26,7 @@ from pagedattn.serve.protocol import (
     GenerateBody,
 )
 from pagedattn.serve.reasoning.split import ReasoningParser
-from pagedattn.serve.responses_store import ResponseStore
+from pagedattn.serve.responses.store import ResponseStore
 from pagedattn.serve.settings import ServeArgs, read_template
 from pagedattn.serve.spans import Spans
 from pagedattn.serve.tools.calls import ToolParser

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from pagedattn.serve.messages_input import to_messages
+from pagedattn.serve.messages.input import to_messages
 from pagedattn.serve.protocol import Body, ChatBody, Number, Whole
 from pagedattn.serve.to_chat import chat_body, refuse, text_of
 

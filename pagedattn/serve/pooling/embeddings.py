@@ -20,7 +20,7 @@ from torch import Tensor
 from pagedattn.model.pooling import Pooling
 from pagedattn.request import RequestOutput
 from pagedattn.serve.front import Call, Front, usage
-from pagedattn.serve.pooling_bodies import EmbeddingBody, PoolBody
+from pagedattn.serve.pooling.bodies import EmbeddingBody, PoolBody
 from pagedattn.serve.problems import ApiError
 from pagedattn.serve.prompts import INLINE, chat_prompt, encode
 from pagedattn.serve.wire import dumps

@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from pagedattn.serve import chat
 from pagedattn.serve.front import Front
-from pagedattn.serve.messages_body import (
+from pagedattn.serve.messages.body import (
     NAMES,
     CountBody,
     MessagesBody,
     chat_for,
     chat_to_count,
 )
-from pagedattn.serve.messages_events import Answer
+from pagedattn.serve.messages.events import Answer
 from pagedattn.serve.problems import anthropic_body, as_api_error
 from pagedattn.serve.prompts import chat_prompt
 from pagedattn.serve.to_chat import as_chunk, speaking, streamed

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from pagedattn.serve import chat
 from pagedattn.serve.front import Front
 from pagedattn.serve.problems import ApiError, as_api_error
-from pagedattn.serve.responses_body import NAMES, ResponsesBody, chat_for
-from pagedattn.serve.responses_events import Answer, Event
-from pagedattn.serve.responses_input import input_items, to_messages
-from pagedattn.serve.responses_store import Job, Kept
+from pagedattn.serve.responses.body import NAMES, ResponsesBody, chat_for
+from pagedattn.serve.responses.events import Answer, Event
+from pagedattn.serve.responses.input import input_items, to_messages
+from pagedattn.serve.responses.store import Job, Kept
 from pagedattn.serve.to_chat import as_chunk, new_id, speaking, streamed
 from pagedattn.serve.wire import EventStream, JsonAnswer, Opened, event_frame
 

@@ -19,16 +19,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pagedattn.serve import chat, completions, embeddings
+from pagedattn.serve import chat, completions
 from pagedattn.serve.front import Front
-from pagedattn.serve.ollama_bodies import (
+from pagedattn.serve.ollama.bodies import (
     OllamaBody,
     OllamaChat,
     OllamaEmbed,
     OllamaGenerate,
     OllamaShow,
 )
-from pagedattn.serve.pooling_bodies import EmbeddingBody
+from pagedattn.serve.pooling import embeddings
+from pagedattn.serve.pooling.bodies import EmbeddingBody
 from pagedattn.serve.problems import ApiError, as_api_error
 from pagedattn.serve.protocol import ChatBody, CompletionBody, parse, read_body
 from pagedattn.serve.wire import JsonAnswer, Opened, dumps, until_gone

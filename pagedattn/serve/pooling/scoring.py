@@ -13,9 +13,9 @@ import torch
 from starlette.responses import Response
 from torch import Tensor
 
-from pagedattn.serve.embeddings import pooled, text_ids, used
 from pagedattn.serve.front import Front
-from pagedattn.serve.pooling_bodies import PoolBody, RerankBody, ScoreBody
+from pagedattn.serve.pooling.bodies import PoolBody, RerankBody, ScoreBody
+from pagedattn.serve.pooling.embeddings import pooled, text_ids, used
 from pagedattn.serve.problems import ApiError
 from pagedattn.serve.wire import JsonAnswer
 

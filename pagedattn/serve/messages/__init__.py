@@ -1,0 +1,1 @@
+"""`/v1/messages`: Anthropic's protocol, translated to chats and back."""

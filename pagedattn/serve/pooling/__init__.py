@@ -1,0 +1,1 @@
+"""Embeddings, scores and ranks: what is made of hidden states, not of tokens."""

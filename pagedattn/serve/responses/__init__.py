@@ -1,0 +1,1 @@
+"""`/v1/responses`: OpenAI's newer protocol, over chats, with a bounded store."""
