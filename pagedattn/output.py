@@ -160,8 +160,9 @@ class Answer:
         return all(s.finish_reason is not None for s in self.sequences)
 
     def output(self) -> RequestOutput | None:
-        """What the caller is due now; None where nothing is due yet."""
-        kind, finished = self.params.output_kind, self.finished
+        """What the caller is due now; None where nothing is due yet. An answer that
+        has ended is closed first."""
+        kind, finished = self.params.output_kind, self.times.finished is not None
         if kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         delta = kind is RequestOutputKind.DELTA

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagedattn.cache.blocks import Block, BlockPool
 from pagedattn.cache.prefix import PrefixIndex
@@ -34,8 +34,7 @@ class Sampled:
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One request's part of a plan: compute `tokens`, the first at position `start`.
 
     `tables` holds one sequence of block ids for each layer group. If `samples`, the
@@ -81,8 +80,7 @@ class Plan:
         return sum(len(item.tokens) for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What running one item gave: a token if it samples, log-probabilities if asked.
 
     `prompt_logprobs` are (position of the token scored, data). `error` says why no
@@ -99,13 +97,12 @@ class Result:
     pooled: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """What a step changed for one request: new tokens, scores, perhaps its end."""
 
     request: Request
     tokens: tuple[int, ...] = ()
-    result: Result = field(default_factory=Result)
+    result: Result = Result()
     error: str | None = None
 
 

@@ -9,7 +9,7 @@ Chapter 07 reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -262,7 +262,7 @@ class DeviceRunner(Runner):
             if draw is not None and results[i].token is not None:
                 draw.state.append(results[i].token)
                 if draw.state.ended:
-                    results[i] = replace(results[i], ended=True)
+                    results[i] = results[i]._replace(ended=True)
         flight.results = results
         flight.held = Held()
         return results

@@ -51,14 +51,15 @@ class TableRows:
     A context of 100,000 tokens has 6,250 blocks: to copy their ids takes 6 us, to make
     an array of them 300. Within an epoch a table only grows, but for leading blocks
     that fall behind a window and turn null. So while the same requests are planned in
-    the same order only what is new is written; else rows move to their new places.
+    the same order only what is new is written, and a table that is the one of the step
+    before is not looked at: its memory is cold. Else rows move to their new places.
     """
 
     def __init__(self) -> None:
         self._ids = np.zeros((0, 0, 0), dtype=np.int32)  # [G, S, room]
         self._keys: list[tuple[str, int]] = []  # whose row it is, in which epoch
-        self._filled: list[list[int]] = []  # [S][G] ids that are written
-        self._nulls: list[list[int]] = []  # [S][G] of these, leading nulls
+        self._written: list[list[Sequence[int]]] = []  # [S][G] tables, as written
+        self._nulls: list[list[int]] = []  # [S][G] of their ids, leading nulls
 
     def follow(self, items: Sequence[Item]) -> np.ndarray:
         """int32 [G, S, room]: the items' tables; valid until the next call."""
@@ -68,7 +69,8 @@ class TableRows:
             self._arrange(keys, len(items[0].tables), widest)
         for s, item in enumerate(items):
             for g, table in enumerate(item.tables):
-                self._write(s, g, table)
+                if table is not self._written[s][g]:
+                    self._write(s, g, table)
         return self._ids
 
     def _arrange(self, keys: list[tuple[str, int]], groups: int, widest: int) -> None:
@@ -78,17 +80,17 @@ class TableRows:
         ids = np.zeros((groups, len(keys), room), dtype=np.int32)
         places = {key: s for s, key in enumerate(self._keys)}
         stay = [(s, places[key]) for s, key in enumerate(keys) if key in places]
-        filled, nulls = ([[0] * groups for _ in keys] for _ in range(2))
+        written, nulls = ([[x] * groups for _ in keys] for x in ((), 0))
         for s, old in stay:
             ids[:, s, :width] = self._ids[:, old]
-            filled[s], nulls[s] = self._filled[old], self._nulls[old]
-        self._ids, self._keys, self._filled, self._nulls = ids, keys, filled, nulls
+            written[s], nulls[s] = self._written[old], self._nulls[old]
+        self._ids, self._keys, self._written, self._nulls = ids, keys, written, nulls
 
     def _write(self, s: int, g: int, table: Sequence[int]) -> None:
-        filled, nulls = self._filled[s], self._nulls[s]
-        if len(table) > filled[g]:
-            self._ids[g, s, filled[g] : len(table)] = table[filled[g] :]
-            filled[g] = len(table)
+        filled, nulls = len(self._written[s][g]), self._nulls[s]
+        if len(table) > filled:
+            self._ids[g, s, filled : len(table)] = table[filled:]
+        self._written[s][g] = table
         while nulls[g] < len(table) and table[nulls[g]] == 0:
             self._ids[g, s, nulls[g]] = 0
             nulls[g] += 1
@@ -113,8 +115,9 @@ def make_batch(
     tables = (rows or TableRows()).follow(items)  # [G, S, room]
     blocks = tables[:, request, positions // block_size].astype(np.int64)  # [G, T]
     samples = np.array([item.samples for item in items])  # [S]
+    ids = np.array([t for row in tokens for t in row], dtype=np.int64)  # [T]
     return Batch(
-        ids=torch.tensor([t for row in tokens for t in row], dtype=torch.int64),
+        ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(blocks * block_size + positions % block_size),
         tables=torch.from_numpy(tables),

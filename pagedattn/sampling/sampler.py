@@ -8,7 +8,7 @@ change a bit of it, and a row pays only for what it asks. Built in chapter 08.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ NOTHING_LEFT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """What one row gave: a token, or else the reason why there is none.
 
     A failed row has `token` None and `error` set; the other rows are unaffected.
@@ -72,9 +71,9 @@ def _sample_row(
     """Row `i`'s sample, given its first largest logit, `token` and `peak`."""
     if not math.isfinite(peak):
         return Sample(None, error=BROKEN)
-    n = state.num_logprobs
-    if state.greedy and n is None and not state.shaped:
+    if state.plain:
         return Sample(token)
+    n = state.num_logprobs
     raw = logits[i].cpu().numpy()  # [V], a view where the logits are on the CPU
     row = shape(raw, state) if state.shaped else raw
     if state.grammar is not None and state.grammar.error:

@@ -74,6 +74,7 @@ class SampleState:
     eos_ids: Iterable[int] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     grammar: Matcher | None = None
+    plain: bool = field(init=False)  # the most likely token, and nothing else, always
     counts: TokenCounts | None = field(init=False)  # where a penalty needs them
     held_ids: Ids = field(init=False)
     allowed_ids: Ids | None = field(init=False)
@@ -89,6 +90,8 @@ class SampleState:
         self.bias = self._bias(params.logit_bias or {})
         self.bad_words_ids = self._words(self.bad_words_ids)
         self.counts = self._counts()
+        nothing_asked = params.logprobs is None and not params.min_tokens
+        self.plain = params.greedy and nothing_asked and not self.shaped
         if self.grammar is not None:
             for token in self.output_ids:
                 self.grammar.advance(token)
