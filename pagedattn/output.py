@@ -157,7 +157,7 @@ class Answer:
     @property
     def finished(self) -> bool:
         """Whether every sequence has ended."""
-        return all(s.finish_reason is not None for s in self.sequences)
+        return None not in [s.finish_reason for s in self.sequences]
 
     def output(self) -> RequestOutput | None:
         """What the caller is due now; None where nothing is due yet. An answer that

@@ -43,7 +43,7 @@ class Case:
 
     running: int
     waiting: int = 0
-    blocks: int = 1000
+    blocks: int = 1200
     context: int = 100
     turnover: bool = False
 
@@ -124,7 +124,9 @@ class Bench:
             output_kind=RequestOutputKind.DELTA,
         )
         for _ in range(n):
-            prompt = self.draw.choices(range(VOCABULARY), k=case.context)
+            # Several lengths: else all start a block in one step, none in others.
+            length = case.context + self.arrived % BLOCK
+            prompt = self.draw.choices(range(VOCABULARY), k=length)
             self.engine.add_request(str(self.arrived), prompt, params)
             self.arrived += 1
 
