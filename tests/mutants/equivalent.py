@@ -208,7 +208,7 @@ EQUIVALENT: dict[Key, str] = {
     **_all(
         SAMPLER,
         "_sample_row",
-        "if state.greedy and n is None and (not state.shaped):",
+        "if state.plain:",
         ["pass"],
         "The short way for rows that ask for nothing; the long one ends there too.",
     ),
