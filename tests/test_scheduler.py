@@ -17,6 +17,7 @@ from pagedattn.scheduler import (
     Scheduler,
     Update,
 )
+from pagedattn.trace import Event, Recorder, silence
 
 
 def make(windows=(0,), **config):
@@ -536,6 +537,23 @@ def test_prefix_cache_is_reset_when_nothing_runs():
     b = add(scheduler, "b", list(range(9)), max_tokens=1)
     drain(scheduler)
     assert b.cached == 0
+
+
+def test_whoever_listens_hears_of_scheduler_and_blocks_from_then_on():
+    recorder, scheduler = Recorder(), make()
+    add(scheduler, "a", list(range(9)), max_tokens=2)
+    step(scheduler)
+    scheduler.trace_to(recorder.emit)
+    drain(scheduler)
+    heard = [(event.kind, event.request, event.blocks) for event in recorder.events]
+    frees = [("free", None, (id,)) for id in (3, 2, 1)]
+    assert heard == [("compute", "a", ()), *frees, ("finish", "a", ())]
+    assert scheduler.reset_prefix_cache()
+    assert recorder.events[-1] == Event(0, "evict", None, (2, 1), 0)
+    scheduler.trace_to(silence)
+    add(scheduler, "b", 3, max_tokens=1)
+    drain(scheduler)
+    assert len(recorder.events) == len(heard) + 1
 
 
 def test_a_budget_of_one_token():
