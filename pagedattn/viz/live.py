@@ -49,7 +49,7 @@ class Film:
         self._clock = clock
         self._until = 0.0
         self._rolling = False
-        self._step = 0
+        self.step = 0  # turns taken since the start
         self._frames: list[Frame] = []  # replaced, never changed: others may look
         self._numbers: dict[str, int] = {}
         self._next = 1
@@ -68,7 +68,7 @@ class Film:
 
     def after_step(self, engine: Engine) -> None:
         """Keep a frame of what has happened, if anybody is looking."""
-        self._step += 1
+        self.step += 1
         watched = self._clock() < self._until
         if watched and not self._rolling:
             self._start(engine.scheduler)
@@ -127,7 +127,7 @@ class Film:
     def _frame(self, scheduler: Scheduler) -> Frame:
         """What was heard since the last frame; where it is time, the books as well."""
         frame = {
-            "step": self._step,
+            "step": self.step,
             "time": round(self._clock(), 4),
             "events": self._events,
             "rows": self._rows(scheduler),
