@@ -785,3 +785,29 @@ def test_a_block_settled_early_falls_with_the_plan_that_computes_it():
     scheduler.abort("a")
     scheduler.plan()
     assert again.cached == 0
+
+
+def test_a_prompt_that_is_only_pooled_ends_with_its_result():
+    scheduler = make()
+    params = SamplingParams(max_tokens=None, detokenize=False)
+    request = Request("a", [1, 2, 3], params, 4, pooling="LAST")
+    scheduler.add(request)
+    result = Result(pooled="a vector")
+    [update] = scheduler.commit(scheduler.plan(), [result])
+    assert update == Update(request, result=result) and update.result is result
+    assert request.finish_reason == "stop" and not scheduler.has_requests()
+    scheduler.check()
+
+
+def test_all_are_preempted_and_keep_their_tokens():
+    scheduler = make()
+    for name in "abc":
+        add(scheduler, name, 3)
+    step(scheduler)
+    scheduler.preempt_all()
+    assert scheduler.running == [] and scheduler.preemptions == 3
+    assert [(r.id, r.num_tokens, r.computed) for r in scheduler.waiting] == [
+        (name, 4, 0) for name in "abc"
+    ]
+    scheduler.check()
+    assert scheduler.plan().drops == ("c", "b", "a")
