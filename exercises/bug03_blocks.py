@@ -15,7 +15,7 @@
 #
 # The idea is in book/03_blocks.ipynb.
 #
-# Made from pagedattn/cache/blocks.py by exercises/tools.py. Untouched: 954771e6e431
+# Made from pagedattn/cache/blocks.py by exercises/tools.py. Untouched: 39385b86ff85
 
 """KV blocks: who holds them, and which free one is reused next.
 
@@ -110,6 +110,10 @@ class BlockPool:
         for block in self.blocks[1:]:
             self.free.push_back(block)
         self._forget = forget
+        self._emit = emit
+
+    def trace_to(self, emit: Emit) -> None:
+        """Tell `emit`, and nobody else, of what happens from now on."""
         self._emit = emit
 
     @property

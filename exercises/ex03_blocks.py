@@ -23,7 +23,7 @@
 # The idea is in book/03_blocks.ipynb.
 # One solution is pagedattn/cache/blocks.py itself.
 #
-# Made from pagedattn/cache/blocks.py by exercises/tools.py. Untouched: 0fd4ecd0939e
+# Made from pagedattn/cache/blocks.py by exercises/tools.py. Untouched: 343b8e045f8f
 
 """KV blocks: who holds them, and which free one is reused next.
 
@@ -111,6 +111,10 @@ class BlockPool:
         for block in self.blocks[1:]:
             self.free.push_back(block)
         self._forget = forget
+        self._emit = emit
+
+    def trace_to(self, emit: Emit) -> None:
+        """Tell `emit`, and nobody else, of what happens from now on."""
         self._emit = emit
 
     @property

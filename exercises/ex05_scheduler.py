@@ -22,7 +22,7 @@
 # The idea is in book/05_scheduler.ipynb.
 # One solution is pagedattn/scheduler.py itself.
 #
-# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: e9648b843ea9
+# Made from pagedattn/scheduler.py by exercises/tools.py. Untouched: 7da3475215f0
 
 """Which tokens to compute next, and what to do with what was sampled.
 
@@ -178,6 +178,11 @@ class Scheduler:
         self._arrivals = 0
         self._epochs = 0
         self._emit = emit
+
+    def trace_to(self, emit: Emit) -> None:
+        """Tell `emit`, and nobody else, of what happens from now on."""
+        self._emit = emit
+        self.pool.trace_to(emit)
 
     # Requests come and go.
     def add(self, request: Request) -> None:
@@ -428,8 +433,9 @@ class Scheduler:
         """Forget every cached prefix; False, changing nothing, while any is in use."""
         if self.running:
             return False
-        for block in self.pool.blocks:
-            self.tables.index.forget(block)
+        cached = [block for block in self.pool.free if block.key is not None]
+        self.tables.withdraw(cached)
+        self._emit("evict", blocks=(block.id for block in cached))
         return True
 
     def check(self) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 if os.environ.get("PAGEDATTN_STUDENT"):  # before any module that it may replace
     from pagedattn import student
 
-    student.install()
+    try:
+        student.install()
+    except student.UserError as error:  # the shell's mistake, no program's
+        raise SystemExit(f"pagedattn: {error}") from None
 
 from pagedattn.config import EngineArgs
 from pagedattn.request import (

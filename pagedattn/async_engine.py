@@ -283,7 +283,11 @@ class AsyncEngine:
         if self._asleep:
             raise UserError("The engine sleeps: wake it up.")
         self._paused = self._frozen = False
-        self._inbox.put(lambda: None)  # the loop may be waiting
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Have the step loop take a turn, though it may be waiting for work."""
+        self._inbox.put(lambda: None)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause; from level 1 on the KV tensors go too, and all cached prefixes.

@@ -153,6 +153,11 @@ class Scheduler:
         self._epochs = 0
         self._emit = emit
 
+    def trace_to(self, emit: Emit) -> None:
+        """Tell `emit`, and nobody else, of what happens from now on."""
+        self._emit = emit
+        self.pool.trace_to(emit)
+
     # Requests come and go.
     def add(self, request: Request) -> None:
         """Queue `request`. Its limit must fit model and pool; the engine sees to it."""
@@ -471,8 +476,9 @@ class Scheduler:
         """Forget every cached prefix; False, changing nothing, while any is in use."""
         if self.running:
             return False
-        for block in self.pool.blocks:
-            self.tables.index.forget(block)
+        cached = [block for block in self.pool.free if block.key is not None]
+        self.tables.withdraw(cached)
+        self._emit("evict", blocks=(block.id for block in cached))
         return True
 
     def check(self) -> None:

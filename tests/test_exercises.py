@@ -448,7 +448,8 @@ def test_mistakes_are_told_at_import(
     done = python("import pagedattn", **{VARIABLE: wanted}, **more)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("pagedattn.errors.UserError: ") and words in last
+    assert last.startswith("pagedattn: ") and words in last
+    assert "Traceback" not in done.stderr
 
 
 def test_missing_and_broken_files_are_told(desk: Path) -> None:

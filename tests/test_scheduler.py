@@ -17,6 +17,7 @@ from pagedattn.scheduler import (
     Scheduler,
     Update,
 )
+from pagedattn.trace import Event, Recorder, silence
 
 
 def make(windows=(0,), **config):
@@ -538,6 +539,23 @@ def test_prefix_cache_is_reset_when_nothing_runs():
     assert b.cached == 0
 
 
+def test_whoever_listens_hears_of_scheduler_and_blocks_from_then_on():
+    recorder, scheduler = Recorder(), make()
+    add(scheduler, "a", list(range(9)), max_tokens=2)
+    step(scheduler)
+    scheduler.trace_to(recorder.emit)
+    drain(scheduler)
+    heard = [(event.kind, event.request, event.blocks) for event in recorder.events]
+    frees = [("free", None, (id,)) for id in (3, 2, 1)]
+    assert heard == [("compute", "a", ()), *frees, ("finish", "a", ())]
+    assert scheduler.reset_prefix_cache()
+    assert recorder.events[-1] == Event(0, "evict", None, (2, 1), 0)
+    scheduler.trace_to(silence)
+    add(scheduler, "b", 3, max_tokens=1)
+    drain(scheduler)
+    assert len(recorder.events) == len(heard) + 1
+
+
 def test_a_budget_of_one_token():
     scheduler = make(max_num_batched_tokens=1)
     add(scheduler, "a", 3, max_tokens=2)
@@ -767,3 +785,29 @@ def test_a_block_settled_early_falls_with_the_plan_that_computes_it():
     scheduler.abort("a")
     scheduler.plan()
     assert again.cached == 0
+
+
+def test_a_prompt_that_is_only_pooled_ends_with_its_result():
+    scheduler = make()
+    params = SamplingParams(max_tokens=None, detokenize=False)
+    request = Request("a", [1, 2, 3], params, 4, pooling="LAST")
+    scheduler.add(request)
+    result = Result(pooled="a vector")
+    [update] = scheduler.commit(scheduler.plan(), [result])
+    assert update == Update(request, result=result) and update.result is result
+    assert request.finish_reason == "stop" and not scheduler.has_requests()
+    scheduler.check()
+
+
+def test_all_are_preempted_and_keep_their_tokens():
+    scheduler = make()
+    for name in "abc":
+        add(scheduler, name, 3)
+    step(scheduler)
+    scheduler.preempt_all()
+    assert scheduler.running == [] and scheduler.preemptions == 3
+    assert [(r.id, r.num_tokens, r.computed) for r in scheduler.waiting] == [
+        (name, 4, 0) for name in "abc"
+    ]
+    scheduler.check()
+    assert scheduler.plan().drops == ("c", "b", "a")

@@ -299,7 +299,7 @@ def word(token):
 
 camera = Camera(word)
 groups = engine.scheduler.tables.groups
-engine.scheduler = Scheduler(engine.config, groups, camera.emit)
+engine.scheduler.trace_to(camera.emit)
 camera.watch(engine.scheduler)
 
 # %% [markdown]
@@ -482,14 +482,16 @@ player(camera.film())
 #
 # Where did the pictures come from? The blocks and the scheduler are given an *emitter*,
 # a function that they call when something has happened. In a server that is `silence`,
-# which does nothing. A `Recorder` keeps an `Event` for each call of `emit`, and `tick`
-# starts the next step. The room `pagedattn/trace.py` holds no more than that. It knows
-# neither what an event means nor how to draw one.
+# which does nothing, until somebody opens the page at `/`: then `trace_to` puts the
+# page's ear in its place, while the engine runs. A `Recorder` keeps an `Event` for each
+# call of `emit`, and `tick` starts the next step. The room `pagedattn/trace.py` holds
+# no more than that. It knows neither what an event means nor how to draw one.
 
 # %%
 from pagedattn.trace import Event, Recorder, silence
 
 show(Event, silence, Recorder)
+show(Scheduler.trace_to, engine.scheduler.pool.trace_to)
 
 # %%
 for event in camera.recorder.events:

@@ -93,6 +93,10 @@ class BlockPool:
         self._forget = forget
         self._emit = emit
 
+    def trace_to(self, emit: Emit) -> None:
+        """Tell `emit`, and nobody else, of what happens from now on."""
+        self._emit = emit
+
     @property
     def usable(self) -> int:
         """Blocks that requests can hold: all but the null block."""

@@ -217,7 +217,7 @@ def front_for(engine: ServedEngine, settings: ServeArgs) -> Front:
     if settings.otlp_traces_endpoint is not None:
         front.spans = Spans.to(settings.otlp_traces_endpoint)
     if hasattr(engine, "after_step"):
-        front.film = Film()
+        front.film = Film(engine.nudge)
         engine.after_step = front.film.after_step
     return front
 

@@ -64,11 +64,11 @@ async def page() -> Response:
 
 @router.get("/live/frames")
 async def frames(http: Request) -> Response:
-    """Frames of the steps after `after`, and the last step's counts."""
+    """Frames of the steps after `after`, and how many steps there were."""
     film = http.app.state.front.film
     if film is None:
         raise ApiError(404, "This engine can't be filmed.")
     text = http.query_params.get("after", "0")
     if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise ApiError(400, "after must be a step's number.", "after")
-    return JsonAnswer({"frames": film.look(int(text))})
+    return JsonAnswer({"frames": film.look(int(text)), "step": film.step})

@@ -127,6 +127,37 @@ EQUIVALENT: dict[Key, str] = {
         "Epochs only have to differ; none is the first.",
     ),
     **_all(
+        TABLES,
+        "Tables.lookup",
+        "if not group.window:",
+        ["pass"],
+        "What lies behind a gap is found and then not agreed on.",
+    ),
+    **_all(
+        TABLES,
+        "Tables._extend",
+        "if not hits and blocks <= len(row.tables[0]):",
+        [
+            "pass",
+            "if not hits and blocks < len(row.tables[0]):",
+            "if not hits and blocks <= len(row.tables[-1]):",
+            "if not hits and blocks <= len(row.tables[0]) - 1:",
+        ],
+        "A way out for the usual case; what follows finds that nothing is missing.",
+    ),
+    **_all(
+        SCHEDULER,
+        "Scheduler._next_in_line",
+        "best, longest = (0, -1)",
+        [
+            "best, longest = (-1, -1)",
+            "best, longest = (0, -0)",
+            "best, longest = (0, -2)",
+            "best, longest = (1, -1)",
+        ],
+        "The first of the line has a hit of 0 or more, and its place is 0.",
+    ),
+    **_all(
         SCHEDULER,
         "Scheduler._renew",
         "self._epochs += 1",
