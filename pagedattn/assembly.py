@@ -198,12 +198,6 @@ def _assemble_on_card(
     check_free(total, free, share)
     buckets_of(args, 2, 2)  # refuses now what isn't built
     stored = loader.load_config(found)
-    if loader.decoder_config(stored).experts is not None:
-        raise NotSupported(
-            "mixture-of-experts models are not built on device='cuda'; "
-            "device='cpu' runs them.",
-            "device",
-        )
     dtype = dtype_on_card(args.dtype, stored.get("dtype") or stored.get("torch_dtype"))
     tokenizer, defaults = load_tokenizer(words), loader.generation_config(found)
     sampling = sampling_defaults(args, defaults)
