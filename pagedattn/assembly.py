@@ -32,7 +32,7 @@ from pagedattn.device.memory import SHARE, check_free
 from pagedattn.device.runner import DeviceRunner, Limits
 from pagedattn.device.start import Card, Parts, room_for_kv, start
 from pagedattn.engine import Engine
-from pagedattn.errors import NotSupported, UserError
+from pagedattn.errors import UserError
 from pagedattn.intake import Intake
 from pagedattn.kernels import cpu
 from pagedattn.kernels.threads import openmp_path
@@ -90,7 +90,7 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     words = source.resolve(args.tokenizer) if args.tokenizer else found
     pooling = causal_pooling(args, found)
     if device == "cuda":
-        return _assemble_on_card(args, found, words, show_progress)
+        return _assemble_on_card(args, found, words, pooling, show_progress)
     spec = loader.model_spec(found)
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
@@ -184,15 +184,14 @@ def dtype_on_card(wanted: str, stored: str | None) -> torch.dtype:
 
 
 def _assemble_on_card(
-    args: EngineArgs, found: Source, words: Source, show_progress: bool
+    args: EngineArgs,
+    found: Source,
+    words: Source,
+    pooling: Pooling | None,
+    show_progress: bool,
 ) -> Assembled:
     from pagedattn.kernels import gpu
 
-    if args.runner == "pooling" or args.convert == "embed":
-        raise NotSupported(
-            "embeddings are not built on device='cuda'; device='cpu' gives them.",
-            "device",
-        )
     card, share = Cuda(), args.gpu_memory_utilization or SHARE
     free, total = card.memory()
     check_free(total, free, share)
@@ -209,7 +208,7 @@ def _assemble_on_card(
     facts = _facts_on_card(found, model, config, card, runner)
     joined = _Joined(args, found.name, model.spec, tokenizer, defaults, sampling, facts)
     kind = Engine if args.async_scheduling is False else PipelinedEngine
-    return joined.assembled(kind, config, scheduler, runner)
+    return joined.assembled(kind, config, scheduler, runner, pooling=pooling)
 
 
 def buckets_of(args: EngineArgs, max_num_seqs: int, max_model_len: int) -> Buckets:

@@ -21,7 +21,7 @@ from pagedattn.device.draws import Draw, fill_draws, on_host, sample_rows
 from pagedattn.device.machine import Body, Machine
 from pagedattn.device.staging import DEPTH, Fields, fields_of, fill, num_bytes
 from pagedattn.model.batch import Batch, decodes_first, make_batch
-from pagedattn.runner import Model, NewCache, Runner
+from pagedattn.runner import SCORED_ROWS, Model, NewCache, Runner
 from pagedattn.sampling.sampler import BROKEN, sample
 from pagedattn.scheduler import Item, Plan, Result
 
@@ -143,14 +143,15 @@ class DeviceRunner(Runner):
         return flight
 
     def _draw_of(self, item: Item) -> Draw | None:
-        if not item.samples:
+        if not item.samples or item.request_id in self._pools:
             return None
         return Draw(self._states[item.request_id], item.start + len(item.tokens))
 
     def _waits(self, items: Sequence[Item], draws: Sequence[Draw | None]) -> bool:
-        """Whether the host has to see logits before it can go on."""
+        """Whether the host has to see logits or hidden states before it can go on."""
         scores = any(
-            self._states[item.request_id].params.prompt_logprobs is not None
+            item.request_id in self._pools
+            or self._states[item.request_id].params.prompt_logprobs is not None
             for item in items
         )
         return scores or any(d is not None and on_host(d.state) for d in draws)
@@ -243,14 +244,16 @@ class DeviceRunner(Runner):
             return flight.results
         self._wait(flight)
         tokens = flight.tokens[: len(flight.order)].tolist()
-        by_host = self._sample_on_host(flight)
+        by_host, pooled = self._sample_on_host(flight), self._pooled(flight)
         results: list[Result] = [Result()] * len(tokens)
         begin = 0
         for s, (i, item) in enumerate(zip(flight.order, flight.items, strict=True)):
             scores = self._scores(flight, item, begin)
             begin += len(item.tokens)
             draw = flight.draws[s]
-            if s in by_host:
+            if item.request_id in pooled:
+                results[i] = Result(pooled=pooled[item.request_id])
+            elif s in by_host:
                 chosen = by_host[s]
                 results[i] = Result(chosen.token, chosen.logprobs, scores, chosen.error)
             elif draw is None:
@@ -289,6 +292,17 @@ class DeviceRunner(Runner):
         samples = sample(logits, [state for _, state in rows])
         return {s: chosen for (s, _), chosen in zip(rows, samples, strict=True)}
 
+    def _pooled(self, flight: Flight) -> dict[str, Tensor]:
+        """What the prompts that end in this batch came to, in float32 on the host."""
+        if not self._pools or flight.held.hidden is None:
+            return {}
+        starts, hidden = [0], flight.held.hidden
+        hidden = hidden.float() if hidden.itemsize == 2 else hidden
+        for item in flight.items:
+            starts.append(starts[-1] + len(item.tokens))
+        pooled = self._pool(flight.items, hidden, starts)
+        return {name: vector.cpu() for name, vector in pooled.items()}
+
     def _scores(self, flight: Flight, item: Item, begin: int) -> tuple:
         state = self._states.get(item.request_id)
         if state is None or state.params.prompt_logprobs is None:
@@ -312,8 +326,17 @@ class DeviceRunner(Runner):
         size = num_bytes(shape, self._groups)
         decodes = sum(n == 1 for n in counts)
         self.machine.copy(self._inputs[:size], slot.inputs[:size])
-        self.machine.run(self._body(shape, decodes, Held()))
+        held = Held()
+        self.machine.run(self._body(shape, decodes, held))
+        self.machine.run(lambda: self._rehearse_scores(held))
         self.machine.wait(self.machine.mark())
+
+    def _rehearse_scores(self, held: Held) -> None:
+        """Logits of as many rows as a prompt's scores take at a time: memory that grew
+        later would move away from under the graphs that write it."""
+        assert held.hidden is not None
+        row = held.hidden[:1]
+        self.model.logits(row.expand(SCORED_ROWS, *row.shape[1:]))
 
     def _dummy(self, counts: Sequence[int], width: int, context: int) -> Batch:
         """A batch of zeros that writes the null block and reads whatever there is."""
