@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from pagedattn import assembly
 from pagedattn.config import EngineArgs
 from pagedattn.device import cuda
+from pagedattn.device.runner import Limits
 from pagedattn.engine import Engine
 from pagedattn.errors import NotSupported, UserError
 from pagedattn.intake import Intake
@@ -243,8 +244,33 @@ def test_a_processor_refuses_what_only_a_card_does(tmp_path, changes):
 def test_what_is_not_built_says_so():
     with pytest.raises(NotSupported, match="torch.compile"):
         EngineArgs(optimization_level=2)
-    with pytest.raises(NotSupported, match="PIECEWISE is not built"):
-        assembly.buckets_of(EngineArgs(cudagraph_mode="PIECEWISE"), 4, 64)
+    with pytest.raises(UserError, match="cudagraph_mode must be one of"):
+        assembly.buckets_of(EngineArgs(cudagraph_mode="ALL"), Limits(8, 4), 64)
+
+
+def test_each_mode_records_what_it_says():
+    def found(mode, **changes):
+        args = EngineArgs(cudagraph_mode=mode, **changes)
+        buckets = assembly.buckets_of(args, Limits(7, 4), 64)
+        return buckets.sizes, buckets.tokens, buckets.most
+
+    assert found("NONE") == ((), (), 0) == found("FULL", enforce_eager=True)
+    assert found("FULL_DECODE_ONLY") == ((1, 2, 4), (), 0)
+    assert found("PIECEWISE") == ((), (1, 2, 4, 7), 0)
+    assert found("FULL_AND_PIECEWISE") == ((1, 2, 4), (1, 2, 4, 7), 0)
+    assert found("FULL") == ((1, 2, 4), (1, 2, 4, 7), 4)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_no_mode_changes_a_token(tmp_path, mode):
+    found = source.resolve(str(make_tiny_model(tmp_path / "m", width=64)))
+    sizes = dict(cudagraph_capture_sizes=[2, 6])
+    engine = on_fake_card(args_for(found.path, cudagraph_mode=mode, **sizes), found)
+    assert generated(engine) == generated(on_processor(args_for(found.path), found))
+    counts = engine.runner.machine.counts
+    pieces = 2 * 3  # two layers
+    expected = {"PIECEWISE": pieces, "FULL": 2 + 2, "FULL_AND_PIECEWISE": 2 + pieces}
+    assert counts["record"] == expected[mode] and counts["replay"] > 0
 
 
 def test_auto_dtype_is_the_files_own():
