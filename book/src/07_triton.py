@@ -492,8 +492,9 @@ print(recorded.choose([1, 1, 500], width=100))
 # A step with a prompt in it has no such graph: who owns which token differs each time.
 # But only attention cares. All else, from the norm before a projection to the next
 # layer's cache write, works on tokens, whosever they are. So `cudagraph_mode=PIECEWISE`
-# records for a number of tokens what lies *between* two reads of attention, one graph
-# more than there are layers, and starts attention by itself. `FULL_AND_PIECEWISE` does
+# records (`_record_pieces`) for a number of tokens what lies *between* two reads of
+# attention, one graph more than there are layers; a step takes graphs and reads in
+# turn, attention kernel by kernel (`_run_pieces`). `FULL_AND_PIECEWISE` does
 # so where a step isn't of single tokens alone. `FULL` records attention too, all as
 # prefill, for as many requests as there may be: prefill's tiles are found on the
 # device, so a request without tokens costs a program that returns.
