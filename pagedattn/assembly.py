@@ -32,7 +32,7 @@ from pagedattn.device.memory import SHARE, check_free
 from pagedattn.device.runner import DeviceRunner, Limits
 from pagedattn.device.start import Card, Parts, room_for_kv, start
 from pagedattn.engine import Engine
-from pagedattn.errors import NotSupported, UserError
+from pagedattn.errors import UserError
 from pagedattn.intake import Intake
 from pagedattn.kernels import cpu
 from pagedattn.kernels.threads import openmp_path
@@ -90,7 +90,7 @@ def assemble(args: EngineArgs, show_progress: bool = False) -> Assembled:
     words = source.resolve(args.tokenizer) if args.tokenizer else found
     pooling = causal_pooling(args, found)
     if device == "cuda":
-        return _assemble_on_card(args, found, words, show_progress)
+        return _assemble_on_card(args, found, words, pooling, show_progress)
     spec = loader.model_spec(found)
     groups = group_layers(spec.windows)
     _plan_cache(args, spec, groups)  # refuses now what can't fit; sized again below
@@ -184,26 +184,19 @@ def dtype_on_card(wanted: str, stored: str | None) -> torch.dtype:
 
 
 def _assemble_on_card(
-    args: EngineArgs, found: Source, words: Source, show_progress: bool
+    args: EngineArgs,
+    found: Source,
+    words: Source,
+    pooling: Pooling | None,
+    show_progress: bool,
 ) -> Assembled:
     from pagedattn.kernels import gpu
 
-    if args.runner == "pooling" or args.convert == "embed":
-        raise NotSupported(
-            "embeddings are not built on device='cuda'; device='cpu' gives them.",
-            "device",
-        )
     card, share = Cuda(), args.gpu_memory_utilization or SHARE
     free, total = card.memory()
     check_free(total, free, share)
-    buckets_of(args, 2, 2)  # refuses now what isn't built
+    buckets_of(args, Limits(2, 2), 2)  # refuses now what there isn't
     stored = loader.load_config(found)
-    if loader.decoder_config(stored).experts is not None:
-        raise NotSupported(
-            "mixture-of-experts models are not built on device='cuda'; "
-            "device='cpu' runs them.",
-            "device",
-        )
     dtype = dtype_on_card(args.dtype, stored.get("dtype") or stored.get("torch_dtype"))
     tokenizer, defaults = load_tokenizer(words), loader.generation_config(found)
     sampling = sampling_defaults(args, defaults)
@@ -215,17 +208,23 @@ def _assemble_on_card(
     facts = _facts_on_card(found, model, config, card, runner)
     joined = _Joined(args, found.name, model.spec, tokenizer, defaults, sampling, facts)
     kind = Engine if args.async_scheduling is False else PipelinedEngine
-    return joined.assembled(kind, config, scheduler, runner)
+    return joined.assembled(kind, config, scheduler, runner, pooling=pooling)
 
 
-def buckets_of(args: EngineArgs, max_num_seqs: int, max_model_len: int) -> Buckets:
-    """The shapes to record; NotSupported for a mode that isn't built."""
+def buckets_of(args: EngineArgs, limits: Limits, max_model_len: int) -> Buckets:
+    """The shapes to record; UserError for a mode that there isn't."""
     mode = checked_mode(args.cudagraph_mode, args.enforce_eager)
     widths = table_widths(max_model_len, args.block_size)
     if mode == "NONE":
         return Buckets((), widths)
     given, largest = args.cudagraph_capture_sizes, args.max_cudagraph_capture_size
-    return Buckets(capture_sizes(max_num_seqs, given, largest), widths)
+    sizes = capture_sizes(limits.seqs, given, largest)
+    if mode == "FULL_DECODE_ONLY":
+        return Buckets(sizes, widths)
+    tokens = capture_sizes(min(2 * limits.seqs, limits.tokens), given, largest)
+    if mode == "PIECEWISE":
+        return Buckets((), widths, tokens)
+    return Buckets(sizes, widths, tokens, limits.seqs if mode == "FULL" else 0)
 
 
 def on_card(
@@ -245,14 +244,15 @@ def on_card(
     draft = replace(args, num_gpu_blocks_override=2)
     draft = draft.settle(spec.max_model_len, 1, 1, len(groups), CARD_BUDGET)
     sizes = draft.max_num_batched_tokens, draft.max_num_seqs, draft.max_model_len
+    limits = Limits.of(*sizes)
     parts = Parts(
         model,
         kernels,
         groups,
         (spec.kv_heads, args.block_size, spec.head_dim),
         model.dtype,
-        Limits.of(*sizes),
-        buckets_of(args, draft.max_num_seqs, draft.max_model_len),
+        limits,
+        buckets_of(args, limits, draft.max_model_len),
     )
     if args.kv_cache_memory_bytes is None and args.num_gpu_blocks_override is None:
         share = args.gpu_memory_utilization or SHARE
@@ -272,7 +272,7 @@ def _facts_on_card(
 ) -> dict[str, str]:
     groups, spec = group_layers(model.spec.windows), model.spec
     per_block = block_bytes(groups, spec, config.block_size, model.dtype.itemsize)
-    sizes = runner.buckets.sizes
+    sizes = runner.buckets.sizes or runner.buckets.tokens
     return _sizes(found, spec, config, per_block) | {
         "device": card.name,
         "dtype": str(model.dtype).removeprefix("torch."),

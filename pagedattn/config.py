@@ -132,8 +132,9 @@ class EngineArgs:
     enforce_eager: bool = setting(False, "on a GPU, record no CUDA graphs")
     cudagraph_mode: str = setting(
         "FULL_DECODE_ONLY",
-        "which steps are CUDA graphs: FULL_DECODE_ONLY or NONE; vLLM's other modes are "
-        "not built",
+        "which steps are CUDA graphs: NONE; FULL_DECODE_ONLY: steps of single tokens; "
+        "PIECEWISE: all, but for attention; FULL_AND_PIECEWISE: the former whole, the "
+        "others but for attention; FULL: all, whole",
     )
     cudagraph_capture_sizes: list[int] | None = setting(
         None, "numbers of sequences to record; nothing: 1, 2, 4, every 8th, every 16th"

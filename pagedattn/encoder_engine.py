@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from pagedattn.assembly import load_tokenizer, use_threads
 from pagedattn.config import EngineArgs, EngineConfig
-from pagedattn.errors import EngineDead, UserError
+from pagedattn.errors import EngineDead, NotSupported, UserError
 from pagedattn.intake import Prompt
 from pagedattn.kernels import cpu
 from pagedattn.metrics import Metrics
@@ -39,7 +39,8 @@ POLL = 0.02  # seconds between looks at what is left while draining
 
 
 def wants_encoder(args: EngineArgs) -> bool:
-    """Whether `args` name an encoder; UserError if it is asked to generate."""
+    """Whether `args` name an encoder; UserError if it is asked to generate, and
+    NotSupported if it is to run on a GPU."""
     found = source.resolve(args.model, args.revision)
     if not is_encoder(found):
         return False
@@ -48,6 +49,12 @@ def wants_encoder(args: EngineArgs) -> bool:
             f"model {found.name!r} is an encoder: it embeds and generates no text; "
             "leave out --runner generate.",
             "runner",
+        )
+    if args.device == "cuda":
+        raise NotSupported(
+            f"model {found.name!r} is an encoder: its attention has no kernel for "
+            "device='cuda' yet; device='cpu' or 'auto' runs it.",
+            "device",
         )
     return True
 

@@ -32,7 +32,10 @@ SCORED_ROWS = 64  # prompt positions scored at once: 12 MB of logits at 49k toke
 
 
 class Model(Protocol):
-    """What the runner asks of a model; T tokens, R rows, V entries of vocabulary."""
+    """What the runner asks of a model; T tokens, R rows, V entries of vocabulary.
+
+    To be recorded in pieces it also has `begin`, `dense` and `read`, as the decoder.
+    """
 
     spec: Any  # vocab_size, and windows: one for each layer
 

@@ -84,15 +84,46 @@ class HashModel:
 
     def __init__(self, windows: tuple[int, int] = (0, 0)) -> None:
         self.spec = HashSpec(windows)
+        self._values = np.zeros(0, dtype=np.uint64)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """Hashes [T] int64: what layer two read at each token."""
-        values = embed(batch.ids.numpy(), batch.positions.numpy().astype(np.uint64))
-        for cache, window in zip(caches, self.spec.windows, strict=True):
-            keys = cache.k.numpy().view(np.uint64)  # [slots]
-            keys[batch.slots[cache.group].numpy()] = values
-            values = self._layer(batch, cache, keys, window)
-        return torch.from_numpy(values.view(np.int64))
+        this = self.begin(batch, caches)
+        for i in range(len(self.spec.windows)):
+            self.dense(this, i)
+            self.read(this, i)
+        hidden = self.dense(this, len(self.spec.windows))
+        assert hidden is not None
+        return hidden
+
+    # In pieces, as a decoder; what passes between them stands in one place.
+    def begin(
+        self, batch: Batch, caches: list[LayerCache]
+    ) -> tuple[Batch, list[LayerCache]]:
+        """A pass that has computed nothing yet."""
+        return batch, caches
+
+    def dense(self, this: tuple[Batch, list[LayerCache]], i: int) -> Tensor | None:
+        """Write layer i's keys; behind the last layer, the hashes."""
+        batch, caches = this
+        n = len(batch.ids)
+        if len(self._values) < n:
+            self._values = np.zeros(n, dtype=np.uint64)
+        if i == 0:
+            places = batch.positions.numpy().astype(np.uint64)
+            self._values[:n] = embed(batch.ids.numpy(), places)
+        if i == len(caches):
+            return torch.from_numpy(self._values[:n].view(np.int64))
+        keys = caches[i].k.numpy().view(np.uint64)  # [slots]
+        keys[batch.slots[caches[i].group].numpy()] = self._values[:n]
+        return None
+
+    def read(self, this: tuple[Batch, list[LayerCache]], i: int) -> None:
+        """Layer i's attention, over the keys that are written by now."""
+        batch, caches = this
+        keys = caches[i].k.numpy().view(np.uint64)
+        found = self._layer(batch, caches[i], keys, self.spec.windows[i])
+        self._values[: len(found)] = found
 
     def _layer(
         self, batch: Batch, cache: LayerCache, keys: np.ndarray, window: int

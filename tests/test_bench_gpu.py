@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pagedattn.kernels import spec
+from torch.autograd import DeviceType
 
 from pagedattn.bench import gpu as bench
 from pagedattn.bench import gpu_report
@@ -37,8 +38,8 @@ def made_up(**changes):
             Timing("rms_norm", "8 rows", 1e-6, 2e6),
         ],
         decodes=[
-            Decode(1, 500, True, 5e-3, 16e9),
-            Decode(64, 500, True, 1e-2, 2e10),
+            Decode(1, 500, True, 5e-3, 16e9, 0.97),
+            Decode(64, 500, True, 1e-2, 2e10, 0.9),
             Decode(256, 500, True, 2e-2, 3e10),
             Decode(1, 500, False, 1e-2, 16e9),
         ],
@@ -63,9 +64,11 @@ def test_targets_are_the_issues_and_those_missed_say_so():
     assert rows["prefill_attention (1 x 8192)"] == (0.6, pytest.approx(0.5))
     assert rows["decode step, batch 1"] == (0.75, pytest.approx(0.8))
     assert rows["decode step, batch 64"] == (0.75, pytest.approx(0.5))
-    assert len(rows) == 4  # neither batch 256 nor eager steps have a target
+    assert rows["kernels' share of a step, batch 64"] == (0.95, 0.9)
+    assert len(rows) == 6  # neither batch 256 nor eager steps have a target
     table = found.table()
-    assert table.count("MISSED") == 2 and table.count("reached") == 2
+    assert table.count("MISSED") == 3 and table.count("reached") == 3
+    assert "launch gaps 3.0%" in table and table.count("not measured") == 2
     assert "SDPA 2000 us" in table and "WRONG" in table
 
 
@@ -77,6 +80,33 @@ def test_one_json_and_one_picture(tmp_path):
     assert said["prefill"]["tokens_per_second"] == pytest.approx(16384)
     assert said["decode"][1]["tokens_per_second"] == pytest.approx(6400)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_launch_gaps_are_what_no_kernel_covers():
+    share = gpu_report.busy_share
+    assert share([]) is None and share([(1.0, 1.0)]) is None
+    assert share([(3.0, 4.0), (0.0, 1.0)]) == pytest.approx(0.5)
+    # Overlapping, nested and adjoining ones count once.
+    assert share([(0, 4), (1, 2), (3, 5), (5, 6), (8, 10)]) == pytest.approx(0.8)
+
+
+def test_only_what_ran_on_the_device_is_counted():
+    def event(device, begin, end, annotation=False):
+        span = SimpleNamespace(start=begin, end=end)
+        return SimpleNamespace(
+            device_type=device, time_range=span, is_user_annotation=annotation
+        )
+
+    card, host = DeviceType.CUDA, DeviceType.CPU
+    events = [event(card, 1, 2), event(host, 0, 9), event(card, 0, 9, True)]
+    assert bench.device_spans(events) == [(1, 2)]
+
+
+def test_events_have_what_is_read_of_them():
+    """This torch's own profiler, as far as a machine without a card shows it."""
+    with torch.profiler.profile() as seen:
+        torch.ones(3) + 1
+    assert seen.events() and bench.device_spans(seen.events()) == []
 
 
 class Ticks:
@@ -104,7 +134,17 @@ def test_decode_is_timed_while_every_sequence_decodes():
         return run(plan)
 
     engine.runner.run = watched
-    assert bench.decode_seconds(engine, 6, 20, 8, clock) == 1.0
+    asked = []
+
+    def watch(work):
+        before = len(seen)
+        work()
+        asked.append(seen[before:])
+        return 0.5
+
+    assert bench.decode_seconds(engine, 6, 20, 8, clock) == (1.0, None)
+    assert bench.decode_seconds(engine, 6, 20, 8, clock, watch) == (1.0, 0.5)
+    assert asked == [[[1] * 6] * bench.WATCHED]
     assert seen[-8:] == [[1] * 6] * 8
     engine.check()  # nothing is left behind
 

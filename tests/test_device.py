@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pagedattn.kernels import spec
 
 from pagedattn.device.buckets import (
-    BUILT,
     MODES,
     NARROWEST,
     Buckets,
     Shape,
+    Way,
     capture_sizes,
     checked_mode,
     table_widths,
@@ -34,7 +34,7 @@ from pagedattn.device.memory import (
 )
 from pagedattn.device.runner import Limits, spread
 from pagedattn.device.staging import ALIGN, fields_of, fill, layout, num_bytes
-from pagedattn.errors import NotSupported, UserError
+from pagedattn.errors import UserError
 from pagedattn.model.batch import make_batch
 from pagedattn.request import SamplingParams
 from pagedattn.sampling.random import Purpose, uniform
@@ -85,6 +85,7 @@ def test_the_pool_and_all_else_fit_into_the_share(
 def test_the_pool_of_a_made_up_card():
     profile = Profile(100 * GIB, 90 * GIB, 70 * GIB, 3 * GIB)
     assert kv_bytes(profile, 0.8) == 57 * GIB
+    assert graphs_take(0, 2) == graphs_take(0) + (256 << 20) + (1 << 20)
     assert kv_bytes(profile, 0.8, 32) == 57 * GIB - 512 * (1 << 20)
 
 
@@ -134,27 +135,58 @@ def test_a_bucket_is_the_smallest_that_holds_the_plan(sizes, counts, width):
     shape, recorded = buckets.choose(counts, width)
     single, n = all(c == 1 for c in counts), len(counts)
     assert shape.width == (10 if width <= 10 else 40)
-    assert recorded == (single and n <= buckets.sizes[-1])
-    if recorded:
-        assert shape in set(buckets.shapes())
+    assert (recorded is Way.DECODE) == (single and n <= buckets.sizes[-1])
+    if recorded is Way.DECODE:
+        assert (shape, recorded) in set(buckets.shapes())
         assert shape.seqs == shape.tokens == min(s for s in buckets.sizes if s >= n)
     else:
+        assert recorded is Way.EAGER
         assert (shape.tokens, shape.seqs) == (sum(counts), n)
 
 
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.lists(st.integers(1, 5), min_size=1, max_size=20),
+    st.booleans(),
+)
+def test_any_step_has_a_graph_of_as_few_tokens_as_hold_it(tokens, counts, whole):
+    buckets = Buckets((), (10, 40), tuple(sorted(set(tokens))), 20 if whole else 0)
+    shape, way = buckets.choose(counts, 7)
+    if sum(counts) > buckets.tokens[-1]:
+        assert (shape, way) == (Shape(sum(counts), len(counts), 10), Way.EAGER)
+        return
+    assert shape.tokens == min(t for t in buckets.tokens if t >= sum(counts))
+    if whole:  # one graph, whose tables hold any context
+        assert (shape, way) in set(buckets.shapes())
+        assert shape.width == 40 and shape.seqs >= len(counts)
+    else:  # the graphs know tokens alone
+        assert way is Way.PIECES and (shape.seqs, shape.width) == (len(counts), 10)
+
+
+@given(st.integers(1, 30), st.lists(st.integers(1, 30), min_size=2, max_size=4))
+def test_what_graphs_in_pieces_read_stands_in_one_place(tokens, others):
+    """Whatever the number of requests, and however wide their tables."""
+    places = set()
+    for n in others:
+        shape = Shape(tokens, n, n + 1)
+        buffer = torch.zeros(num_bytes(shape, 2), dtype=torch.uint8)
+        fields = fields_of(buffer, shape, 2)
+        found = (fields.ids, fields.source, fields.positions, fields.slots)
+        places.add(tuple(f.data_ptr() - buffer.data_ptr() for f in found))
+    assert len(places) == 1
+
+
 def test_without_sizes_nothing_is_recorded():
-    assert Buckets((), (4,)).choose([1], 2) == (Shape(1, 1, 4), False)
+    assert Buckets((), (4,)).choose([1], 2) == (Shape(1, 1, 4), Way.EAGER)
     assert not list(Buckets((), (4,)).shapes())
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_are_vllms_and_what_is_not_built_says_so(mode):
-    if mode in BUILT:
-        assert checked_mode(mode, False) == mode
-        assert checked_mode(mode, True) == "NONE"
-    else:
-        with pytest.raises(NotSupported, match=f"{mode} is not built"):
-            checked_mode(mode, False)
+def test_modes_are_vllms(mode):
+    assert checked_mode(mode, False) == mode
+    assert checked_mode(mode, True) == "NONE"
+    with pytest.raises(UserError, match="FULL_AND_PIECEWISE, got 'full'"):
+        checked_mode("full", False)
 
 
 @given(st.integers(1, 30), st.integers(0, 200), st.integers(1, 50))

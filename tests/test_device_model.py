@@ -1,21 +1,27 @@
 """The device runner end to end on a tiny model, its kernels under Triton's interpreter:
 tokens equal the numba path's, through the same assembly as on a card."""
 
+import json
 import sys
 
 import pytest
 import torch
 from fake_device import FakeDevice
+from hypothesis import given
+from hypothesis import strategies as st
 from pagedattn.kernels import cpu
+from safetensors.torch import load_file, save_file
 
 from pagedattn import assembly
 from pagedattn.config import EngineArgs
 from pagedattn.device import cuda
+from pagedattn.device.runner import Limits
 from pagedattn.engine import Engine
 from pagedattn.errors import NotSupported, UserError
 from pagedattn.intake import Intake
 from pagedattn.metrics import Metrics
 from pagedattn.model import loader, source
+from pagedattn.model.decoder import GroupedMLP, visits
 from pagedattn.pipeline import PipelinedEngine
 from pagedattn.request import SamplingParams
 from pagedattn.runner import Runner
@@ -81,6 +87,92 @@ def test_tokens_equal_the_numba_paths(tmp_path):
     assert generated(engine) == expected
     counts = engine.runner.machine.counts
     assert counts["record"] == 2 and counts["replay"] > 0
+
+
+MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "qkv_bias": False,
+}
+
+
+def make_moe(folder, seed=0):
+    """The tiny model with experts for MLPs."""
+    make_tiny_model(folder, width=64)
+    config = json.loads((folder / "config.json").read_text()) | MOE
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    draw = torch.Generator().manual_seed(seed)
+    for name in [name for name in weights if ".mlp." in name]:
+        del weights[name]
+
+    def add(name, *shape):
+        weights[f"{name}.weight"] = torch.randn(shape, generator=draw) / 4
+
+    for i in range(2):
+        at = f"model.layers.{i}.mlp."
+        add(f"{at}gate", 5, 64)
+        add(f"{at}shared_expert_gate", 1, 64)
+        for n, width in [
+            *((f"experts.{n}", 24) for n in range(5)),
+            ("shared_expert", 40),
+        ]:
+            add(f"{at}{n}.gate_proj", width, 64)
+            add(f"{at}{n}.up_proj", width, 64)
+            add(f"{at}{n}.down_proj", 64, width)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_a_mixture_of_experts_has_the_numba_paths_tokens(tmp_path):
+    """Recorded, padded and mixed steps: nothing of the routing is asked of the
+    device."""
+    found = source.resolve(str(make_moe(tmp_path / "m")))
+    args = args_for(found.path, cudagraph_capture_sizes=[2])
+    engine = on_fake_card(args, found)
+    assert isinstance(engine.runner.model.layers[0].mlp, GroupedMLP)
+    assert generated(engine) == generated(on_processor(args, found))
+    assert engine.runner.machine.counts["replay"] > 0
+
+
+@given(st.lists(st.permutations(range(4)), min_size=1, max_size=9), st.integers(1, 3))
+def test_visits_are_sorted_by_expert_and_found_again(rows, top_k):
+    chosen = torch.tensor(rows)[:, :top_k]
+    sources, starts, places = visits(chosen, 4)
+    for expert in range(4):
+        mine = sources[starts[expert] : starts[expert + 1]].tolist()
+        assert mine == [t for t, row in enumerate(chosen.tolist()) if expert in row]
+    for t, row in enumerate(places.tolist()):
+        assert [int(sources[at]) for at in row] == [t] * top_k
+        found = [int((starts[1:] <= at).sum()) for at in row]
+        assert found == chosen[t].tolist()
+
+
+@pytest.mark.parametrize("type", ["LAST", "MEAN", "CLS"])
+def test_embeddings_are_the_numba_paths(tmp_path, type):
+    """In chunks, beside a request that generates meanwhile."""
+    found = source.resolve(str(make_tiny_model(tmp_path / "m", width=64)))
+    args = args_for(found.path, cudagraph_capture_sizes=[1, 2])
+    pooled = []
+    for engine in (on_processor(args, found), on_fake_card(args, found)):
+        accept = engine.intake.accept
+        greedy = SamplingParams(max_tokens=6, temperature=0)
+        engine.add(accept("text", [70, 71, 72], greedy))
+        engine.step()
+        prompt = [65 + i for i in range(25)]  # two steps' worth
+        engine.add(accept("vector", prompt, SamplingParams(max_tokens=1), pooling=type))
+        last = {}
+        while engine.has_unfinished_requests():
+            last |= {output.request_id: output for output in engine.step()}
+        engine.check()
+        pooled.append(last["vector"].pooled)
+        assert len(last["text"].outputs[0].token_ids) == 6
+    torch.testing.assert_close(pooled[1], pooled[0], rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision_computes_in_halves(tmp_path):
@@ -152,8 +244,33 @@ def test_a_processor_refuses_what_only_a_card_does(tmp_path, changes):
 def test_what_is_not_built_says_so():
     with pytest.raises(NotSupported, match="torch.compile"):
         EngineArgs(optimization_level=2)
-    with pytest.raises(NotSupported, match="PIECEWISE is not built"):
-        assembly.buckets_of(EngineArgs(cudagraph_mode="PIECEWISE"), 4, 64)
+    with pytest.raises(UserError, match="cudagraph_mode must be one of"):
+        assembly.buckets_of(EngineArgs(cudagraph_mode="ALL"), Limits(8, 4), 64)
+
+
+def test_each_mode_records_what_it_says():
+    def found(mode, **changes):
+        args = EngineArgs(cudagraph_mode=mode, **changes)
+        buckets = assembly.buckets_of(args, Limits(7, 4), 64)
+        return buckets.sizes, buckets.tokens, buckets.most
+
+    assert found("NONE") == ((), (), 0) == found("FULL", enforce_eager=True)
+    assert found("FULL_DECODE_ONLY") == ((1, 2, 4), (), 0)
+    assert found("PIECEWISE") == ((), (1, 2, 4, 7), 0)
+    assert found("FULL_AND_PIECEWISE") == ((1, 2, 4), (1, 2, 4, 7), 0)
+    assert found("FULL") == ((1, 2, 4), (1, 2, 4, 7), 4)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_no_mode_changes_a_token(tmp_path, mode):
+    found = source.resolve(str(make_tiny_model(tmp_path / "m", width=64)))
+    sizes = dict(cudagraph_capture_sizes=[2, 6])
+    engine = on_fake_card(args_for(found.path, cudagraph_mode=mode, **sizes), found)
+    assert generated(engine) == generated(on_processor(args_for(found.path), found))
+    counts = engine.runner.machine.counts
+    pieces = 2 * 3  # two layers
+    expected = {"PIECEWISE": pieces, "FULL": 2 + 2, "FULL_AND_PIECEWISE": 2 + pieces}
+    assert counts["record"] == expected[mode] and counts["replay"] > 0
 
 
 def test_auto_dtype_is_the_files_own():

@@ -112,6 +112,8 @@ def test_what_an_encoder_is(minilm: Source, demo_gguf: Path) -> None:
     assert not wants_encoder(EngineArgs(str(demo_gguf)))
     with pytest.raises(UserError, match="is an encoder"):
         wants_encoder(EngineArgs(MINILM, runner="generate"))
+    with pytest.raises(NotSupported, match="no kernel for device='cuda'"):
+        wants_encoder(EngineArgs(MINILM, device="cuda"))
 
 
 @pytest.mark.parametrize(

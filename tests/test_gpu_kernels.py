@@ -381,7 +381,9 @@ def test_penalize(rows: list[tuple[float, float, float]], seed: int) -> None:
 # ------------------------------------------------------------------------ the package
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "qwen3", "mixtral", "qwen2 moe", "qwen3 moe"]
+)
 def test_a_decoder_computes_with_them(name: str, tmp_path: Path) -> None:
     """In place of the CPU's kernels, whose packed products alone are not here."""
     this = CASES[name]

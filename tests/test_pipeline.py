@@ -17,7 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pagedattn.cache.tables import group_layers
 from pagedattn.config import EngineConfig
-from pagedattn.device.buckets import Buckets, Shape, capture_sizes, table_widths
+from pagedattn.device.buckets import (
+    Buckets,
+    Shape,
+    Way,
+    capture_sizes,
+    table_widths,
+)
 from pagedattn.device.machine import Host
 from pagedattn.device.memory import GIB
 from pagedattn.device.runner import DeviceRunner, Limits
@@ -49,7 +55,9 @@ class Watched(DeviceRunner):
         return super()._stage(items, draws, slot)
 
 
-def pipelined(machine=None, windows=(0, 0), sizes=(), widths=None, **config):
+def pipelined(
+    machine=None, windows=(0, 0), sizes=(), widths=None, tokens=(), most=0, **config
+):
     """An engine that plans ahead, around a `HashModel`, with the shapes recorded."""
     settled = EngineConfig(**config)
     groups = group_layers(windows)
@@ -69,7 +77,7 @@ def pipelined(machine=None, windows=(0, 0), sizes=(), widths=None, **config):
         size,
         new_cache,
         Limits.of(settled.max_num_batched_tokens, settled.max_num_seqs, room),
-        Buckets(sizes, widths or table_widths(room, size)),
+        Buckets(sizes, widths or table_widths(room, size), tokens, most),
     )
     runner.record()
     intake = Intake(settled, scheduler.tables.capacity(), VOCABULARY, (), None)
@@ -123,9 +131,21 @@ class Pipeline(RuleBasedStateMachine):
         windows=st.sampled_from([(0, 0), (0, 0), (0, 3), (4, 2)]),
         sizes=st.sampled_from([(), (1, 2, 4, 8), (3,)]),
         narrow=st.booleans(),
+        tokens=st.sampled_from([(), (1, 3, 8), (6,)]),
+        whole=st.booleans(),
     )
     def begin(
-        self, block_size, num_blocks, budget, seqs, caching, windows, sizes, narrow
+        self,
+        block_size,
+        num_blocks,
+        budget,
+        seqs,
+        caching,
+        windows,
+        sizes,
+        narrow,
+        tokens,
+        whole,
     ):
         self.windows = windows
         self.machine = FakeDevice()
@@ -136,6 +156,8 @@ class Pipeline(RuleBasedStateMachine):
             windows,
             sizes,
             widths,
+            tuple(sorted({min(n, 2 * seqs, budget) for n in tokens})),
+            seqs if whole else 0,
             block_size=block_size,
             num_blocks=num_blocks,
             max_num_batched_tokens=budget,
@@ -247,6 +269,22 @@ def test_a_step_copies_in_runs_copies_out_and_waits_once():
         engine.step()
         assert machine.counts - before == dict(copy=2, replay=1, wait=1)
         assert machine.queue  # the next plan is under way when results are out
+    drain(engine)
+
+
+def test_in_pieces_attention_stands_between_graphs():
+    """Prompts and single tokens alike, with as many graphs whoever is in the step."""
+    engine = pipelined(tokens=(4, 8), num_blocks=40, block_size=4)
+    machine = engine.runner.machine
+    assert machine.counts["record"] == 2 * 3
+    for name in "ab":
+        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=20))
+    for _ in range(10):  # the first step is two prompts of three tokens
+        before = machine.counts.copy()
+        engine.step()
+        seen = machine.counts - before
+        # Begin, two reads, and the end with its draws; three graphs.
+        assert (seen["copy"], seen["run"], seen["replay"]) == (2, 4, 3)
     drain(engine)
 
 
@@ -384,7 +422,7 @@ def test_a_start_rehearses_before_it_records_every_shape():
     assert card.counts["record"] == 6
     assert set(runner.recorded) == set(made.buckets.shapes())
     seen = [shape for shape, _ in made.model.seen]
-    assert set(made.buckets.shapes()) <= set(seen)
+    assert {shape for shape, _ in made.buckets.shapes()} <= set(seen)
     assert Shape(4, 4, 4) in seen and Shape(32, 4, 16) in seen
     assert max(length for _, length in made.model.seen) == 64  # what a context can be
 
@@ -409,7 +447,7 @@ def test_what_is_recorded_by_default_serves_every_decode_plan():
     buckets = Buckets(sizes, table_widths(40_960, 16))
     for n in range(1, 257):
         shape, recorded = buckets.choose([1] * n, 2560)
-        assert recorded and n <= shape.seqs < n + 8
+        assert recorded is Way.DECODE and n <= shape.seqs < n + 8
 
 
 def test_a_failure_that_the_next_launch_finds_is_the_older_plans():

@@ -13,8 +13,8 @@
 # kernel's source on a CPU; *whether the hardware can start it*, because the compiler
 # needs no card; and *what it cannot be faster than*, because bytes can be counted. One
 # thing you cannot know: how fast it is. **No kernel in this chapter has been timed on a
-# GPU by us, and no figure below is a measurement of one.** The engine's runner does not
-# use a GPU yet, either. What is here is proved, not raced.
+# GPU by us, and no figure below is a measurement of one.** The same holds for the
+# engine's runner on a GPU, at the chapter's end. What is here is proved, not raced.
 
 # %%
 import os
@@ -487,6 +487,24 @@ recorded = buckets.Buckets(buckets.capture_sizes(256), buckets.table_widths(40_9
 for sequences in (1, 3, 61, 250):
     print(sequences, *recorded.choose([1] * sequences, width=100))
 print(recorded.choose([1, 1, 500], width=100))
+
+# %% [markdown]
+# A step with a prompt in it has no such graph: who owns which token differs each time.
+# But only attention cares. All else, from the norm before a projection to the next
+# layer's cache write, works on tokens, whosever they are. So `cudagraph_mode=PIECEWISE`
+# records (`_record_pieces`) for a number of tokens what lies *between* two reads of
+# attention, one graph more than there are layers; a step takes graphs and reads in
+# turn, attention kernel by kernel (`_run_pieces`). `FULL_AND_PIECEWISE` does
+# so where a step isn't of single tokens alone. `FULL` records attention too, all as
+# prefill, for as many requests as there may be: prefill's tiles are found on the
+# device, so a request without tokens costs a program that returns.
+
+# %%
+from pagedattn.device.runner import DeviceRunner
+
+show(DeviceRunner._run_pieces, DeviceRunner._record_pieces)
+pieces = buckets.Buckets((), recorded.widths, buckets.capture_sizes(512))
+print(pieces.choose([1, 1, 500], width=100))
 
 # %% [markdown]
 # All inputs of a step lie in one piece of pinned memory, so that one copy brings them,

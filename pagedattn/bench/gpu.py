@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 
 from pagedattn.assembly import block_bytes, on_card
 from pagedattn.bench.gpu_kernels import (
@@ -24,7 +25,7 @@ from pagedattn.bench.gpu_kernels import (
     problems,
     timed,
 )
-from pagedattn.bench.gpu_report import CardFacts, Decode, Found
+from pagedattn.bench.gpu_report import CardFacts, Decode, Found, busy_share
 from pagedattn.cache.tables import group_layers
 from pagedattn.config import EngineArgs
 from pagedattn.device.cuda import Cuda
@@ -40,6 +41,7 @@ from pagedattn.request import SamplingParams
 
 BATCHES = (1, 8, 64, 256)
 PROMPT, CONTEXT, STEPS = 8192, 512, 64
+WATCHED = 8  # steps whose kernels are listed
 SHAPE = {  # Qwen3-8B
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -94,10 +96,16 @@ def bare_engine(kind: type[Engine], model: Any, parts: tuple[Any, Any, Any]) -> 
 
 # What is asked of an engine; any engine, so that this is tried without a card.
 def decode_seconds(
-    engine: Engine, batch: int, context: int, steps: int, clock: Callable[[], float]
-) -> float:
-    """Seconds of one step in which `batch` sequences decode, the mean of `steps`."""
-    most = steps + context  # the first have begun while others' prompts come
+    engine: Engine,
+    batch: int,
+    context: int,
+    steps: int,
+    clock: Callable[[], float],
+    watch: Callable[[Callable[[], None]], float | None] | None = None,
+) -> tuple[float, float | None]:
+    """(seconds, busy): of one step in which `batch` sequences decode, the mean of
+    `steps`; and what `watch` says of some steps after those, which it may slow down."""
+    most = steps + context + WATCHED  # the first have begun while others' prompts come
     params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
     for i in range(batch):
         prompt = [(i * 7919 + j) % 1000 for j in range(context)]
@@ -110,11 +118,18 @@ def decode_seconds(
     for _ in range(steps):
         engine.step()
     seconds = (clock() - begin) / steps
+    busy = None if watch is None else watch(lambda: steps_of(engine, WATCHED))
     for request_id in started:
         engine.abort_request(request_id)
     while engine.has_unfinished_requests():
         engine.step()
-    return seconds
+    return seconds, busy
+
+
+def steps_of(engine: Engine, count: int) -> None:
+    """So many steps."""
+    for _ in range(count):
+        engine.step()
 
 
 def first_token(
@@ -193,11 +208,13 @@ def measured(
             progress(f"decode, batch {batch}, graphs {'on' if graphs else 'off'}")
             recorded = engine.runner.recorded
             engine.runner.recorded = recorded if graphs else {}
-            seconds = decode_seconds(engine, batch, CONTEXT, STEPS, clock)
+            seconds, busy = decode_seconds(
+                engine, batch, CONTEXT, STEPS, clock, busy_on_device
+            )
             engine.runner.recorded = recorded
             context = CONTEXT + STEPS // 2
             size = step_bytes(model, batch, context)
-            decodes.append(Decode(batch, context, graphs, seconds, size))
+            decodes.append(Decode(batch, context, graphs, seconds, size, busy))
     return decodes, PROMPT, ttft, hit
 
 
@@ -206,6 +223,26 @@ def on_device(work: Callable[[], Any]) -> float:
     from triton.testing import do_bench
 
     return do_bench(work, warmup=10, rep=50, return_mode="median") / 1e3
+
+
+def busy_on_device(work: Callable[[], None]) -> float | None:
+    """The share of the card's time in which a kernel ran, the copies between them
+    counted as such; None where CUDA's profiler may not be used here."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    return busy_share(device_spans(seen.events()))
+
+
+def device_spans(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """(begin, end) of what ran on a device; not of the ranges that enclose it."""
+    return [
+        (e.time_range.start, e.time_range.end)
+        for e in events
+        if e.device_type == DeviceType.CUDA and not e.is_user_annotation
+    ]
 
 
 CUBE = 8192  # rows and columns of the product that gives the matrix rate

@@ -73,6 +73,7 @@ class Decode:
     graphs: bool
     seconds: float
     bytes: float  # weights, once, and every context's keys and values
+    busy: float | None = None  # share of the time in which some kernel runs
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,6 +83,19 @@ class Decode:
     def share(self, card: CardFacts) -> float:
         """Of the byte floor."""
         return self.bytes / card.copy_bytes / self.seconds
+
+
+def busy_share(spans: Sequence[tuple[float, float]]) -> float | None:
+    """The share of the time from the first begin to the last end in which at least one
+    of the (begin, end) runs; None where there are none. The rest is launch gaps."""
+    if not spans:
+        return None
+    first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
+    covered, reached = 0.0, first
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered / (last - first) if last > first else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +123,19 @@ class Found:
             for name, wanted in (("decode_attention", 0.8), ("prefill_attention", 0.6))
             if t.name == name
         ]
-        return rows + [
-            (f"decode step, batch {d.batch}", 0.75, d.share(self.card))
-            for d in self.decodes
-            if d.graphs and d.batch <= 64
-        ]
+        return (
+            rows
+            + [
+                (f"decode step, batch {d.batch}", 0.75, d.share(self.card))
+                for d in self.decodes
+                if d.graphs and d.batch <= 64
+            ]
+            + [
+                (f"kernels' share of a step, batch {d.batch}", 0.95, d.busy)
+                for d in self.decodes
+                if d.graphs and d.busy is not None
+            ]
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with what is worked out from it."""
@@ -164,7 +186,8 @@ class Found:
             lines.append(
                 f"decode, batch {d.batch:4}, graphs {'on ' if d.graphs else 'off'} "
                 f"{d.tokens_per_second:10.0f} tokens/s "
-                f"{d.share(card):6.1%} of the floor"
+                f"{d.share(card):6.1%} of the floor, launch gaps "
+                + ("not measured" if d.busy is None else f"{1 - d.busy:.1%}")
             )
         lines.append(
             f"prefill of {self.prompt}: {self.prefill_tokens_per_second:.0f} tokens/s; "

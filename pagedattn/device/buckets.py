@@ -10,12 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 
-from pagedattn.errors import NotSupported, UserError
+from pagedattn.errors import UserError
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-BUILT = ("NONE", "FULL_DECODE_ONLY")
 LARGEST = 512  # sequences in a graph, where nothing else is said
 NARROWEST = 2048  # tokens of context: narrower tables save nothing worth a graph
 WIDER = 4  # each width of tables is so many times the one below
@@ -30,16 +30,21 @@ class Shape:
     width: int
 
 
+class Way(Enum):
+    """How a step runs. Steps of single tokens alone have graphs of their own, with
+    decode attention in them; others are one graph, or graphs between reads."""
+
+    EAGER = "kernel by kernel"
+    DECODE = "one graph, of single tokens"
+    MIXED = "one graph, of any requests"
+    PIECES = "graphs of so many tokens, and attention between them"
+
+
 def checked_mode(mode: str, enforce_eager: bool) -> str:
-    """The mode that holds; NotSupported for one of vLLM's that isn't built."""
+    """The mode that holds; UserError for one that vLLM doesn't know."""
     if mode not in MODES:
         raise UserError(
             f"cudagraph_mode must be one of {', '.join(MODES)}, got {mode!r}.",
-            "cudagraph_mode",
-        )
-    if mode not in BUILT:
-        raise NotSupported(
-            f"cudagraph_mode={mode} is not built: {' and '.join(BUILT)} are.",
             "cudagraph_mode",
         )
     return "NONE" if enforce_eager else mode
@@ -50,9 +55,9 @@ def capture_sizes(
     given: Sequence[int] | None = None,
     largest: int | None = None,
 ) -> tuple[int, ...]:
-    """Numbers of sequences to record, ascending: vLLM's list, or the one given.
+    """Numbers of sequences, or of tokens, to record: vLLM's list, or the one given.
 
-    1, 2, 4, then every 8th to 256, then every 16th. No step has more than
+    Ascending: 1, 2, 4, then every 8th to 256, then every 16th. No step has more than
     `max_num_seqs`, so a last size holds exactly those, if `largest` allows it.
     """
     most = min(largest or LARGEST, max_num_seqs)
@@ -82,25 +87,38 @@ def table_widths(max_model_len: int, block_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The recorded shapes: every size with every width. No sizes: nothing is."""
+    """The recorded shapes: single tokens, every size with every width; others, each
+    number of `tokens`: whole with up to `most` requests, or in pieces where that is 0.
+    There are at most twice as many tokens as a step may have requests.
+    """
 
     sizes: tuple[int, ...]
     widths: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    most: int = 0
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[tuple[Shape, Way]]:
         """All of them, the largest first, whose memory the others then share."""
+        for size in reversed(self.tokens):
+            way = Way.MIXED if self.most else Way.PIECES
+            seqs = min(size, self.most) or -(-size // 2)  # there may be so many
+            yield Shape(size, seqs, self.widths[-1]), way
         for width in reversed(self.widths):
             for size in reversed(self.sizes):
-                yield Shape(size, size, width)
+                yield Shape(size, size, width), Way.DECODE
 
-    def choose(self, counts: Sequence[int], width: int) -> tuple[Shape, bool]:
-        """(shape, recorded) of a step of these token counts and tables so wide."""
-        width = _at_least(self.widths, width)
-        single = len(counts) == sum(counts)
-        if single and self.sizes and len(counts) <= self.sizes[-1]:
-            size = _at_least(self.sizes, len(counts))
-            return Shape(size, size, width), True
-        return Shape(sum(counts), len(counts), width), False
+    def choose(self, counts: Sequence[int], width: int) -> tuple[Shape, Way]:
+        """(shape, way) of a step of these token counts and tables so wide."""
+        width, seqs, total = _at_least(self.widths, width), len(counts), sum(counts)
+        if seqs == total and self.sizes and seqs <= self.sizes[-1]:
+            size = _at_least(self.sizes, seqs)
+            return Shape(size, size, width), Way.DECODE
+        if not self.tokens or total > self.tokens[-1]:
+            return Shape(total, seqs, width), Way.EAGER
+        size = _at_least(self.tokens, total)
+        if self.most:
+            return Shape(size, min(size, self.most), self.widths[-1]), Way.MIXED
+        return Shape(size, seqs, width), Way.PIECES
 
 
 def _at_least(sizes: Sequence[int], n: int) -> int:

@@ -14,7 +14,7 @@ GIB = 1 << 30
 SHARE = 0.9  # of the card's memory, where no share is given
 # What graphs keep for themselves, set aside before any is recorded: the driver's part
 # of each, and the intermediate numbers of the largest, which all of them share.
-GRAPH, GRAPHS = 8 << 20, 256 << 20
+GRAPH, PIECE, GRAPHS = 8 << 20, 512 << 10, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ def check_free(total: int, free: int, share: float) -> None:
         )
 
 
-def graphs_take(count: int) -> int:
-    """Bytes set aside for so many graphs."""
-    return GRAPHS + count * GRAPH if count else 0
+def graphs_take(count: int, pieces: int = 0) -> int:
+    """Bytes set aside for so many graphs of whole steps, and of pieces of a layer."""
+    return GRAPHS + count * GRAPH + pieces * PIECE if count + pieces else 0
 
 
-def kv_bytes(profile: Profile, share: float, graphs: int = 0) -> int:
+def kv_bytes(profile: Profile, share: float, graphs: int = 0, pieces: int = 0) -> int:
     """Bytes for the KV pool: the share less what is held, in passing, and by graphs.
 
     UserError where nothing remains.
     """
-    spent = profile.held + profile.transient + graphs_take(graphs)
+    spent = profile.held + profile.transient + graphs_take(graphs, pieces)
     left = wanted(profile.total, share) - spent
     if left <= 0:
         raise UserError(

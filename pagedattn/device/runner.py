@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pagedattn.cache.tables import LayerGroup
-from pagedattn.device.buckets import Buckets, Shape
+from pagedattn.device.buckets import Buckets, Shape, Way
 from pagedattn.device.draws import Draw, fill_draws, on_host, sample_rows
 from pagedattn.device.machine import Body, Machine
 from pagedattn.device.staging import DEPTH, Fields, fields_of, fill, num_bytes
 from pagedattn.model.batch import Batch, decodes_first, make_batch
-from pagedattn.runner import Model, NewCache, Runner
+from pagedattn.runner import SCORED_ROWS, Model, NewCache, Runner
 from pagedattn.sampling.sampler import BROKEN, sample
 from pagedattn.scheduler import Item, Plan, Result
 
@@ -110,7 +110,8 @@ class DeviceRunner(Runner):
         self._slots = [self._slot(size) for _ in range(DEPTH)]
         self._turn = 0
         self._last: Flight | None = None
-        self.recorded: dict[Shape, tuple[Body, Held]] = {}
+        self.recorded: dict[tuple[Shape, Way], tuple[Body, Held]] = {}
+        self.pieces: dict[int, tuple[list[Body], Held]] = {}  # by number of tokens
 
     def _slot(self, size: int) -> Slot:
         pinned = self.machine.pinned
@@ -135,22 +136,23 @@ class DeviceRunner(Runner):
         if waits and self._last is not None:
             self.finish(self._last)
         slot = self._free_slot()
-        shape, recorded = self._stage(items, draws, slot)
+        shape, way = self._stage(items, draws, slot)
         flight = Flight(plan, order, draws, slot.tokens, Held())
-        self._start(flight, slot, shape, recorded)
+        self._start(flight, slot, shape, way)
         if waits:
             self.finish(flight)
         return flight
 
     def _draw_of(self, item: Item) -> Draw | None:
-        if not item.samples:
+        if not item.samples or item.request_id in self._pools:
             return None
         return Draw(self._states[item.request_id], item.start + len(item.tokens))
 
     def _waits(self, items: Sequence[Item], draws: Sequence[Draw | None]) -> bool:
-        """Whether the host has to see logits before it can go on."""
+        """Whether the host has to see logits or hidden states before it can go on."""
         scores = any(
-            self._states[item.request_id].params.prompt_logprobs is not None
+            item.request_id in self._pools
+            or self._states[item.request_id].params.prompt_logprobs is not None
             for item in items
         )
         return scores or any(d is not None and on_host(d.state) for d in draws)
@@ -165,16 +167,19 @@ class DeviceRunner(Runner):
 
     def _stage(
         self, items: Sequence[Item], draws: Sequence[Draw | None], slot: Slot
-    ) -> tuple[Shape, bool]:
-        """Write the inputs of a step; its shape, and whether that was recorded."""
+    ) -> tuple[Shape, Way]:
+        """Write the inputs of a step; its shape, and how it runs."""
         tokens, sources = zip(*(self._tokens(item) for item in items), strict=True)
         batch = make_batch(items, tokens, self.block_size, self._rows)
         width = max(len(table) for item in items for table in item.tables)
-        shape, recorded = self.buckets.choose([len(t) for t in tokens], width)
+        shape, way = self.buckets.choose([len(t) for t in tokens], width)
         fields = fields_of(slot.inputs, shape, self._groups)
         fill(fields, batch, torch.tensor([s for row in sources for s in row]))
         fill_draws(fields, draws)
-        return shape, recorded and shape in self.recorded
+        there = (shape, way) in self.recorded or (
+            way is Way.PIECES and shape.tokens in self.pieces
+        )
+        return shape, way if there else Way.EAGER
 
     def _tokens(self, item: Item) -> tuple[Sequence[int], Sequence[int]]:
         """(ids, sources): a token's id, or the row of the last step that samples it."""
@@ -190,16 +195,18 @@ class DeviceRunner(Runner):
         row = [other.request_id for other in self._last.items].index(item.request_id)
         return [*known, 0], [*[-1] * len(known), row]
 
-    def _start(self, flight: Flight, slot: Slot, shape: Shape, recorded: bool) -> None:
+    def _start(self, flight: Flight, slot: Slot, shape: Shape, way: Way) -> None:
         """Tell the machine: inputs in, the step, tokens out."""
         size, m = num_bytes(shape, self._groups), self.machine
         decodes = sum(len(item.tokens) == 1 for item in flight.items)
-        if recorded:
-            body, flight.held = self.recorded[shape]
-        else:
-            body = self._body(shape, decodes, flight.held)
         m.copy(self._inputs[:size], slot.inputs[:size])
-        m.run(body)
+        if way is Way.PIECES:
+            self._run_pieces(flight, shape, decodes)
+        elif way is Way.EAGER:
+            m.run(self._body(shape, decodes, flight.held))
+        else:
+            body, flight.held = self.recorded[shape, way]
+            m.run(body)
         m.copy(slot.tokens[: shape.seqs], self._sampled[: shape.seqs])
         flight.mark = m.mark()
         slot.flight = self._last = flight
@@ -212,18 +219,63 @@ class DeviceRunner(Runner):
             self._place_tokens(fields)
             batch = fields.batch(num_decodes)
             held.hidden = self.model.forward(batch, self.caches)
-            held.logits = self.model.logits(held.hidden[batch.rows])
-            self._draw(
-                self._sampled[: shape.seqs],
-                held.logits,
-                fields.temperature,
-                fields.top_k,
-                fields.top_p,
-                fields.min_p,
-                fields.uniform,
-            )
+            self._sample_rows(fields, held)
 
         return body
+
+    def _sample_rows(self, fields: Fields, held: Held) -> None:
+        """A token for each row, from the hidden states that `held` has."""
+        assert held.hidden is not None
+        held.logits = self.model.logits(held.hidden[fields.rows])
+        self._draw(
+            self._sampled[: len(fields.rows)],
+            held.logits,
+            fields.temperature,
+            fields.top_k,
+            fields.top_p,
+            fields.min_p,
+            fields.uniform,
+        )
+
+    # In pieces: graphs of the tokens' work, whosever they are; between them attention,
+    # which alone depends on the requests.
+    def _run_pieces(self, flight: Flight, shape: Shape, decodes: int) -> None:
+        """A step of that shape: its graphs and reads in turn, then logits and draws."""
+        fields = fields_of(self._inputs, shape, self._groups)
+        tokens = sum(len(item.tokens) for item in flight.items)
+        (*bodies, last), recorded = self.pieces[shape.tokens]
+        m, model, under = self.machine, self.model, []
+
+        def begin() -> None:
+            under.append(model.begin(fields.batch(decodes, tokens), self.caches))
+
+        def end() -> None:
+            flight.held.hidden = recorded.hidden
+            self._sample_rows(fields, flight.held)
+
+        m.run(begin)
+        for i, body in enumerate(bodies):
+            m.run(body)
+            m.run(lambda i=i: model.read(under[0], i))
+        m.run(last)
+        m.run(end)
+
+    def _record_pieces(self, shape: Shape) -> None:
+        """Record what lies between the reads of `shape.tokens` tokens."""
+        fields, held = fields_of(self._inputs, shape, self._groups), Held()
+        this = self.model.begin(fields.batch(0), self.caches)
+        depth = len(self.model.spec.windows)
+
+        def piece(i: int) -> Body:
+            def body() -> None:
+                if i == 0:
+                    self._place_tokens(fields)
+                held.hidden = self.model.dense(this, i)
+
+            return body
+
+        bodies = [self.machine.record(piece(i)) for i in range(depth + 1)]
+        self.pieces[shape.tokens] = bodies, held
 
     def _place_tokens(self, fields: Fields) -> None:
         """Put what the step before sampled where it is wanted; 0 for a failed row."""
@@ -243,14 +295,16 @@ class DeviceRunner(Runner):
             return flight.results
         self._wait(flight)
         tokens = flight.tokens[: len(flight.order)].tolist()
-        by_host = self._sample_on_host(flight)
+        by_host, pooled = self._sample_on_host(flight), self._pooled(flight)
         results: list[Result] = [Result()] * len(tokens)
         begin = 0
         for s, (i, item) in enumerate(zip(flight.order, flight.items, strict=True)):
             scores = self._scores(flight, item, begin)
             begin += len(item.tokens)
             draw = flight.draws[s]
-            if s in by_host:
+            if item.request_id in pooled:
+                results[i] = Result(pooled=pooled[item.request_id])
+            elif s in by_host:
                 chosen = by_host[s]
                 results[i] = Result(chosen.token, chosen.logprobs, scores, chosen.error)
             elif draw is None:
@@ -289,6 +343,17 @@ class DeviceRunner(Runner):
         samples = sample(logits, [state for _, state in rows])
         return {s: chosen for (s, _), chosen in zip(rows, samples, strict=True)}
 
+    def _pooled(self, flight: Flight) -> dict[str, Tensor]:
+        """What the prompts that end in this batch came to, in float32 on the host."""
+        if not self._pools or flight.held.hidden is None:
+            return {}
+        starts, hidden = [0], flight.held.hidden
+        hidden = hidden.float() if hidden.itemsize == 2 else hidden
+        for item in flight.items:
+            starts.append(starts[-1] + len(item.tokens))
+        pooled = self._pool(flight.items, hidden, starts)
+        return {name: vector.cpu() for name, vector in pooled.items()}
+
     def _scores(self, flight: Flight, item: Item, begin: int) -> tuple:
         state = self._states.get(item.request_id)
         if state is None or state.params.prompt_logprobs is None:
@@ -297,11 +362,14 @@ class DeviceRunner(Runner):
 
     # Before the first plan: the largest step, and the shapes to record.
     @torch.inference_mode()
-    def rehearse(self, shape: Shape, context: int = 1) -> None:
+    def rehearse(
+        self, shape: Shape, context: int = 1, decodes: int | None = None
+    ) -> None:
         """Run a step of `shape` that leaves nothing behind but compiled kernels,
         chosen configurations and memory in its largest size.
 
-        Requests have `context` tokens, or as many as the step has of theirs.
+        Requests have `context` tokens, or as many as the step has of theirs; so many of
+        those with one token go through decode attention, by default all.
         """
         slot = self._free_slot()
         counts = spread(shape, shape.width * self.block_size)
@@ -310,10 +378,20 @@ class DeviceRunner(Runner):
         fill(fields, self._dummy(counts, shape.width, context), known)
         fill_draws(fields, [])
         size = num_bytes(shape, self._groups)
-        decodes = sum(n == 1 for n in counts)
+        if decodes is None:
+            decodes = sum(n == 1 for n in counts)
         self.machine.copy(self._inputs[:size], slot.inputs[:size])
-        self.machine.run(self._body(shape, decodes, Held()))
+        held = Held()
+        self.machine.run(self._body(shape, decodes, held))
+        self.machine.run(lambda: self._rehearse_scores(held))
         self.machine.wait(self.machine.mark())
+
+    def _rehearse_scores(self, held: Held) -> None:
+        """Logits of as many rows as a prompt's scores take at a time: memory that grew
+        later would move away from under the graphs that write it."""
+        assert held.hidden is not None
+        row = held.hidden[:1]
+        self.model.logits(row.expand(SCORED_ROWS, *row.shape[1:]))
 
     def _dummy(self, counts: Sequence[int], width: int, context: int) -> Batch:
         """A batch of zeros that writes the null block and reads whatever there is."""
@@ -348,12 +426,16 @@ class DeviceRunner(Runner):
 
         Each is rehearsed first: what compiles or measures can't be recorded.
         """
-        shapes = list(self.buckets.shapes()) if self.buckets.sizes else []
-        for done, shape in enumerate(shapes):
-            self.rehearse(shape, context)
-            held = Held()
-            body = self.machine.record(self._body(shape, shape.seqs, held))
-            self.recorded[shape] = (body, held)
+        shapes = list(self.buckets.shapes())
+        for done, (shape, way) in enumerate(shapes):
+            decodes = shape.seqs if way is Way.DECODE else 0
+            self.rehearse(shape, context, decodes)
+            if way is Way.PIECES:
+                self._record_pieces(shape)
+            else:
+                held = Held()
+                body = self.machine.record(self._body(shape, decodes, held))
+                self.recorded[shape, way] = (body, held)
             if progress:
                 progress(done + 1, len(shapes))
         return len(shapes)

@@ -45,12 +45,12 @@ class Fields:
     temperature: Tensor  # [S] float32
     min_p: Tensor  # [S] float32
 
-    def batch(self, num_decodes: int) -> Batch:
-        """What a model reads of them."""
+    def batch(self, num_decodes: int, tokens: int | None = None) -> Batch:
+        """What a model reads of them, or of the first so many tokens."""
         return Batch(
-            self.ids,
-            self.positions,
-            self.slots,
+            self.ids[:tokens],
+            self.positions[:tokens],
+            self.slots[:, :tokens],
             self.tables,
             self.query_starts,
             self.lengths,
@@ -60,7 +60,8 @@ class Fields:
 
 
 def layout(shape: Shape, groups: int) -> Iterator[tuple[str, torch.dtype, tuple]]:
-    """(name, dtype, sizes) of each field, in their order in memory."""
+    """(name, dtype, sizes) of each field, in their order in memory: tokens' fields
+    first, so that for one number of tokens they stand in one place."""
     t, s = shape.tokens, shape.seqs
     whole, small = torch.int64, torch.int32
     yield from ((name, whole, (t,)) for name in ("ids", "source", "positions"))
@@ -97,7 +98,8 @@ def fill(fields: Fields, batch: Batch, source: Tensor) -> None:
     """Write a batch on the host; what a shape has beyond it becomes rows of no use.
 
     Such a row is one token of its own, id 0 at position 0, which reads and writes the
-    null block, and takes the largest logit. `source` [T] says where tokens come from.
+    null block, and takes the largest logit. Where tokens end first it has none, and
+    where rows do, tokens belong to nobody. `source` [T] says where tokens come from.
     """
     t, s = len(batch.ids), len(batch.lengths)
     for field, value, fill_with in (
@@ -115,5 +117,6 @@ def fill(fields: Fields, batch: Batch, source: Tensor) -> None:
     fields.tables[:, s:] = 0
     fields.query_starts[: s + 1] = batch.query_starts
     padding = len(fields.lengths) - s
-    fields.query_starts[s + 1 :] = torch.arange(t + 1, t + 1 + padding)
+    ends = torch.arange(t + 1, t + 1 + padding).clamp(max=len(fields.ids))
+    fields.query_starts[s + 1 :] = ends
     fields.rows.copy_(fields.query_starts[1:] - 1)

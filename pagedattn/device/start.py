@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pagedattn.cache.tables import LayerGroup
-from pagedattn.device.buckets import Buckets, Shape
+from pagedattn.device.buckets import Buckets, Shape, Way
 from pagedattn.device.machine import Machine
 from pagedattn.device.memory import Profile, kv_bytes
 from pagedattn.device.runner import DeviceRunner, Limits
@@ -104,8 +104,11 @@ def measure(parts: Parts, card: Card, before: int) -> Profile:
 
 def room_for_kv(parts: Parts, card: Card, before: int, share: float) -> int:
     """Bytes for the KV pool, measured."""
-    shapes = sum(1 for _ in parts.buckets.shapes()) if parts.buckets.sizes else 0
-    return kv_bytes(measure(parts, card, before), share, shapes)
+    ways = [way for _, way in parts.buckets.shapes()]
+    cut = ways.count(Way.PIECES)
+    pieces = cut * (sum(len(group.layers) for group in parts.groups) + 1)
+    profile = measure(parts, card, before)
+    return kv_bytes(profile, share, len(ways) - cut, pieces)
 
 
 def start(

@@ -101,22 +101,42 @@ class Attention:
     config: DecoderConfig
     kernels: ModuleType
 
-    def __call__(
-        self, out: Array, x: Array, reach: Reach, cache: LayerCache, scratch: Scratch
+    def store(
+        self, x: Array, reach: Reach, cache: LayerCache, scratch: Scratch
     ) -> None:
-        """x [T, hidden] -> out [T, hidden]; the batch's keys and values are written."""
-        q, k, v = self._project(x, scratch)
+        """Queries, keys and values of x [T, hidden]; the latter are written."""
+        q, k, v = self.project(x, scratch)
         caches = self.kernels.native(cache.k), self.kernels.native(cache.v)
         if self.cos_sin is None:
             self.kernels.write_kv(k, v, *caches, reach.slots)
         else:
             where = reach.positions, self.cos_sin
             self.kernels.rotary_write(q, k, v, *where, *caches, reach.slots)
-        read = scratch("read", *q.shape)  # [T, heads, dim]
-        self._read(read, q, caches, reach)
-        self.out.into(out, read.reshape(len(x), -1))
 
-    def _project(self, x: Array, scratch: Scratch) -> tuple[Array, Array, Array]:
+    def read(self, reach: Reach, cache: LayerCache, scratch: Scratch) -> None:
+        """What the batch's queries, where `store` has put them, read: [T, H, D].
+
+        Between `store` and `close` this alone knows how tokens belong to requests.
+        """
+        n = len(reach.positions)
+        out = scratch("read", n, self.config.heads, self.config.head_dim)
+        q = self._heads(scratch("qkv", n, self.qkv.out_features))[0]
+        caches = self.kernels.native(cache.k), self.kernels.native(cache.v)
+        self._read(out, q, caches, reach)
+
+    def close(self, out: Array, scratch: Scratch) -> None:
+        """out [T, hidden]: what was read, projected."""
+        read = scratch("read", len(out), self.config.heads, self.config.head_dim)
+        self.out.into(out, read.reshape(len(out), -1))
+
+    def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """q [T, H, D], k and v [T, KVH, D]: views."""
+        c = self.config
+        heads = qkv.reshape(len(qkv), -1, c.head_dim)
+        k0, v0 = c.heads, c.heads + c.kv_heads
+        return heads[:, :k0], heads[:, k0:v0], heads[:, v0:]
+
+    def project(self, x: Array, scratch: Scratch) -> tuple[Array, Array, Array]:
         """q [T, H, D], k and v [T, KVH, D]: views of one product, normed in place."""
         c, rows = self.config, len(x)
         qkv = scratch("qkv", rows, self.qkv.out_features)
@@ -124,9 +144,7 @@ class Attention:
         k0, v0 = c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim
         self._norm(qkv[:, :k0], self.q_norm)
         self._norm(qkv[:, k0:v0], self.k_norm)
-        heads = qkv.reshape(rows, -1, c.head_dim)
-        k0, v0 = c.heads, c.heads + c.kv_heads
-        return heads[:, :k0], heads[:, k0:v0], heads[:, v0:]
+        return self._heads(qkv)
 
     def _norm(self, x: Array, weight: Array | None) -> None:
         """x [T, width] in place: as a whole, or each head by itself."""
@@ -176,45 +194,112 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseMLP:
-    """A mixture of experts: each token visits its `top_k`, weighted by the router.
+class Router:
+    """Which experts a token visits and how much each counts; and what every token
+    gets: the `shared` expert behind its own gate, or nothing."""
 
-    Tokens are grouped by expert, so an expert runs once per batch and one that no
-    token chose doesn't run. `shared` is visited by every token, behind its own gate.
-    """
-
-    router: Linear
-    experts: tuple[MLP, ...]
+    scores: Linear
     top_k: int
     normalise: bool
     shared: MLP | None
     shared_gate: Linear | None
-    kernels: ModuleType
 
-    def __call__(self, out: Array, x: Array, scratch: Scratch) -> None:
-        """x [T, hidden] -> out [T, hidden]."""
-        out, x = torch.as_tensor(out), torch.as_tensor(x)
-        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)  # [T, top_k]
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights float32, experts int64), both [T, top_k], of x [T, hidden]."""
+        weights, chosen = self.scores(x).float().softmax(-1).topk(self.top_k)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        self._share(out, x, scratch)
-        for expert in chosen.unique().tolist():
-            rows, place = torch.where(chosen == expert)
-            routed = self._visit(self.experts[expert], x[rows], scratch)
-            out.index_add_(0, rows, routed * weights[rows, place, None])
+        return weights, chosen
 
-    def _share(self, out: Tensor, x: Tensor, scratch: Scratch) -> None:
+    def share(self, out: Tensor, x: Tensor, scratch: Scratch) -> None:
         """out = what every token gets."""
         if self.shared is None or self.shared_gate is None:
             out.zero_()
         else:
             gate = self.shared_gate(x).sigmoid()
-            torch.mul(self._visit(self.shared, x, scratch), gate, out=out)
+            torch.mul(visit(self.shared, x, scratch), gate, out=out)
 
-    def _visit(self, expert: MLP, x: Tensor, scratch: Scratch) -> Tensor:
-        out = torch.empty_like(x)
-        expert(self.kernels.native(out), self.kernels.native(x), scratch)
-        return out
+
+def visit(expert: MLP, x: Tensor, scratch: Scratch) -> Tensor:
+    """What an expert makes of x [rows, hidden]."""
+    out = torch.empty_like(x)
+    native = expert.kernels.native
+    expert(native(out), native(x), scratch)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMLP:
+    """A mixture of experts: each token visits some, weighted by the router.
+
+    Tokens are grouped by expert, so an expert runs once per batch and one that no
+    token chose doesn't run.
+    """
+
+    router: Router
+    experts: tuple[MLP, ...]
+
+    def __call__(self, out: Array, x: Array, scratch: Scratch) -> None:
+        """x [T, hidden] -> out [T, hidden]."""
+        out, x = torch.as_tensor(out), torch.as_tensor(x)
+        weights, chosen = self.router.choose(x)
+        self.router.share(out, x, scratch)
+        for expert in chosen.unique().tolist():
+            rows, place = torch.where(chosen == expert)
+            routed = visit(self.experts[expert], x[rows], scratch)
+            out.index_add_(0, rows, routed * weights[rows, place, None])
+
+
+class Visits(NamedTuple):
+    """Who visits which expert: V visits, sorted by expert; all on the device."""
+
+    sources: Tensor  # [V] int64: the token of each
+    starts: Tensor  # [experts + 1] int64: where each expert's visits begin
+    places: Tensor  # [T, top_k] int64: where each token's visits stand
+
+
+def visits(chosen: Tensor, experts: int) -> Visits:
+    """The visits that `chosen` [T, top_k] asks for. Their number is known without
+    asking the device, which sorts them itself."""
+    flat, count = chosen.flatten(), torch.arange(chosen.numel(), device=chosen.device)
+    order = flat.argsort(stable=True)
+    bounds = torch.arange(experts + 1, device=flat.device)
+    places = torch.empty_like(order).scatter_(0, order, count)
+    return Visits(
+        order // chosen.shape[1],
+        torch.searchsorted(flat[order], bounds),
+        places.view_as(chosen),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMLP:
+    """A mixture of experts on a device that must not be asked what its router chose:
+    all experts' products at once, launched alike whoever is visited (`visits`)."""
+
+    router: Router
+    gate_up: Tensor  # [experts, 2 width, hidden]
+    down: Tensor  # [experts, hidden, width]
+    activation: str
+    kernels: ModuleType
+
+    def __call__(self, out: Array, x: Array, scratch: Scratch) -> None:
+        """x [T, hidden] -> out [T, hidden]. Each token's visits are summed in the order
+        of their weights, whoever else is in the batch."""
+        weights, chosen = self.router.choose(x)
+        self.router.share(out, x, scratch)
+        experts, size, width = self.down.shape
+        sources, starts, places = visits(chosen, experts)
+        rows, k = len(sources), self.kernels
+        gate_up, hidden, each = (
+            scratch(name, rows, n)
+            for name, n in (("gate_up", 2 * width), ("hidden", width), ("each", size))
+        )
+        k.grouped_linear(gate_up, x, self.gate_up, sources, starts)
+        getattr(k, f"{self.activation}_mul")(hidden, gate_up)
+        own = torch.arange(rows, device=sources.device)
+        k.grouped_linear(each, hidden, self.down, own, starts)
+        out.add_((each[places] * weights[:, :, None]).sum(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +308,21 @@ class Layer:
 
     norms: Norms
     attention: Attention
-    mlp: MLP | SparseMLP
+    mlp: MLP | SparseMLP | GroupedMLP
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass under way: what its layers read of the batch, and the residual
+    stream beside what the last block adds to it, so that adding and normalising are
+    one kernel. Arrays [T, hidden]."""
+
+    ids: Tensor
+    reaches: list[Reach]  # one for each group
+    caches: list[LayerCache]
+    residual: Array
+    x: Array
+    delta: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,22 +353,55 @@ class Decoder:
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """The batch's last hidden states [T, hidden]; its keys and values are written.
 
-        The residual stream and what the last block adds to it travel apart, so that
-        adding and normalising are one kernel. The result stands in memory that the
-        next call uses again.
+        The result stands in memory that the next call uses again.
         """
-        residual, x, delta = self._stream(batch)
+        this = self.begin(batch, caches)
+        for i in range(len(self.layers)):
+            self.dense(this, i)
+            self.read(this, i)
+        return self.dense(this, len(self.layers))
+
+    # The same in pieces: what lies between two reads works on tokens, whosever they
+    # are, and can be recorded or compiled for a number of them.
+    def begin(self, batch: Batch, caches: list[LayerCache]) -> Pass:
+        """A pass that has computed nothing yet."""
+        shape = len(batch.ids), self.embedding.shape[1]
+        stream = (self.scratch(name, *shape) for name in ("residual", "x", "delta"))
         groups = range(len(batch.tables))
         reaches = [reach(batch, group, self.kernels) for group in groups]
-        for layer, cache in zip(self.layers, caches, strict=True):
-            norms = layer.norms
-            normed = self._add_norm(x, residual, delta, norms.before_attention)
-            layer.attention(delta, normed, reaches[cache.group], cache, self.scratch)
-            self._norm(delta, norms.after_attention)
-            normed = self._add_norm(x, residual, delta, norms.before_mlp)
-            layer.mlp(delta, normed, self.scratch)
-            self._norm(delta, norms.after_mlp)
-        return torch.as_tensor(self._add_norm(x, residual, delta, self.norm))
+        return Pass(batch.ids, reaches, caches, *stream)
+
+    @torch.no_grad()
+    def dense(self, this: Pass, i: int) -> Tensor | None:
+        """All between the reads of layers i - 1 and i; behind the last one, the hidden
+        states."""
+        if i == 0:
+            self._embed(this)
+        else:
+            self.leave(this, self.layers[i - 1])
+        if i == len(self.layers):
+            return torch.as_tensor(self.normed(this, self.norm))
+        cache, layer = this.caches[i], self.layers[i]
+        x = self.normed(this, layer.norms.before_attention)
+        layer.attention.store(x, this.reaches[cache.group], cache, self.scratch)
+        return None
+
+    @torch.no_grad()
+    def read(self, this: Pass, i: int) -> None:
+        """Attention of layer i over what stands in the cache by now. `this` may have
+        fewer tokens than the pass whose `dense` was called; they are the first."""
+        cache = this.caches[i]
+        reach = this.reaches[cache.group]
+        self.layers[i].attention.read(reach, cache, self.scratch)
+
+    def leave(self, this: Pass, layer: Layer) -> None:
+        """From what the layer's attention has read to what its MLP adds."""
+        norms = layer.norms
+        layer.attention.close(this.delta, self.scratch)
+        self._norm(this.delta, norms.after_attention)
+        x = self.normed(this, norms.before_mlp)
+        layer.mlp(this.delta, x, self.scratch)
+        self._norm(this.delta, norms.after_mlp)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -288,28 +420,22 @@ class Decoder:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _stream(self, batch: Batch) -> tuple[Array, Array, Array]:
-        """The residual stream, room for its norm, and a first delta of zeros."""
-        ids, scale = batch.ids, self.config.embed_scale
-        shape = len(ids), self.embedding.shape[1]
-        residual, x, delta = (
-            self.scratch(n, *shape) for n in ("residual", "x", "delta")
-        )
-        torch.as_tensor(residual).copy_(F.embedding(ids, self.embedding)).mul_(scale)
-        delta[:] = 0.0
-        return residual, x, delta
+    def _embed(self, this: Pass) -> None:
+        """The residual stream's first numbers, and nothing to add to them."""
+        rows = F.embedding(this.ids, self.embedding)
+        torch.as_tensor(this.residual).copy_(rows).mul_(self.config.embed_scale)
+        this.delta[:] = 0.0
 
     def _norm(self, x: Array, weight: Array | None) -> None:
         """x normalised in place, or as it is without a norm."""
         if weight is not None:
             self.kernels.rms_norm(x, x, weight, self.config.eps)
 
-    def _add_norm(
-        self, out: Array, residual: Array, delta: Array, weight: Array | None
-    ) -> Array:
-        """residual += delta, in place; its norm in `out`, or itself without a norm."""
+    def normed(self, this: Pass, weight: Array | None) -> Array:
+        """residual += delta, in place; its norm in x, or itself without a norm."""
+        x, residual, delta = this.x, this.residual, this.delta
         if weight is None:
             residual += delta
             return residual
-        self.kernels.add_rms_norm(out, residual, delta, weight, self.config.eps)
-        return out
+        self.kernels.add_rms_norm(x, residual, delta, weight, self.config.eps)
+        return x

@@ -9,7 +9,14 @@ never runs a model folder's code. Knows nothing of requests. Chapter 17 places i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,9 +34,11 @@ from pagedattn.model.decoder import (
     MLP,
     Attention,
     Decoder,
+    GroupedMLP,
     Layer,
     ModelSpec,
     Norms,
+    Router,
     SparseMLP,
 )
 from pagedattn.model.families import DecoderConfig, LayerConfig, decoder_config
@@ -360,22 +369,48 @@ class _Builder:
             kernels=self.kernels,
         )
 
-    def _sparse(self, prefix: str) -> SparseMLP:
+    def _sparse(self, prefix: str) -> SparseMLP | GroupedMLP:
         e, names, size = self.config.experts, self.config.names, self.config.hidden_size
         prefix += f"{names.sparse}."
         shared, gate = prefix + "shared_expert.", prefix + "shared_expert_gate"
-        return SparseMLP(
-            router=self._linear(prefix + "gate", e.count, size, False),
-            experts=tuple(
-                self._mlp(f"{prefix}experts.{n}.", names.expert, e.size)
-                for n in range(e.count)
-            ),
+        router = Router(
+            scores=self._linear(prefix + "gate", e.count, size, False),
             top_k=e.top_k,
             normalise=e.normalise,
             shared=e.shared_size and self._mlp(shared, names.expert, e.shared_size),
             shared_gate=e.shared_size and self._linear(gate, 1, size, False),
+        )
+        each = [f"{prefix}experts.{n}." for n in range(e.count)]
+        if hasattr(self.kernels, "grouped_linear"):
+            return self._grouped(router, each)
+        experts = (self._mlp(prefix, names.expert, e.size) for prefix in each)
+        return SparseMLP(router, tuple(experts))
+
+    def _grouped(self, router: Router, prefixes: Sequence[str]) -> GroupedMLP:
+        """All experts' weights side by side."""
+        c, width = self.config, self.config.experts.size
+        *gate_up, down = c.names.expert
+        return GroupedMLP(
+            router=router,
+            gate_up=self._stacked(prefixes, gate_up, 2 * width, c.hidden_size),
+            down=self._stacked(prefixes, [down], c.hidden_size, width),
+            activation=c.activation,
             kernels=self.kernels,
         )
+
+    def _stacked(
+        self, prefixes: Sequence[str], names: Sequence[str], rows: int, width: int
+    ) -> Tensor:
+        """[experts, rows, width]: each expert's weights of these names, one below the
+        other; no second copy of all of them ever stands in memory."""
+        place, part = self.weights.placement, rows // len(names)
+        shape = len(prefixes), rows, width
+        out = torch.empty(shape, device=place.device, dtype=place.dtype)
+        for expert, prefix in zip(out, prefixes, strict=True):
+            for target, name in zip(expert.split(part), names, strict=True):
+                weight = f"{prefix}{name}.weight"
+                target.copy_(self.weights.take_as_stored(weight, part, width))
+        return out
 
     # Differences that need no step of their own are folded into the weights here:
     # Gemma's norms are 1 + w, Granite scales what a block adds to the residual.

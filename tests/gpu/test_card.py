@@ -87,4 +87,7 @@ def test_graphs_and_planning_ahead_change_no_token() -> None:
     expected = tokens(model, False, enforce_eager=True)
     assert all(len(row) == 30 for row in expected)
     assert tokens(model, True, enforce_eager=True) == expected
-    assert tokens(model, True, cudagraph_capture_sizes=[1, 2, 4, 8]) == expected
+    sizes = dict(cudagraph_capture_sizes=[1, 2, 4, 8, 16])
+    for mode in ("FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL"):
+        found = tokens(model, True, cudagraph_mode=mode, **sizes)
+        assert found == expected, mode
