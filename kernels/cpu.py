@@ -36,6 +36,7 @@ from .tiles import (
     TOKENS,
     dot_tiles,
     inline,
+    narrow_tile,
     power_of_two,
     prefetch,
     product_tile,
@@ -155,11 +156,12 @@ def tanh(x: float) -> float:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """As spec.pack, by numpy, which turns matrices over several times as fast."""
+    """As spec.pack(weight, COLUMNS), by numpy, which turns matrices over several times
+    as fast."""
     n, k = weight.shape
     if n % COLUMNS:
         weight = pad(weight, (0, 0, 0, -n % COLUMNS))
-    rows = weight.view(-1, COLUMNS, k)  # [panels, 16, K]
+    rows = weight.view(-1, COLUMNS, k)
     panels = weight.new_empty(len(rows), k, COLUMNS)
     np.copyto(panels.numpy(), rows.numpy().transpose(0, 2, 1))
     return panels
@@ -198,12 +200,13 @@ def multiply_panel(p: int, out: Array, x: Array, panels: Array, then: int) -> No
         product(rows, columns, depth, above, panel, (out, first, n), 0)
         return
     tiles = -(-rows // ROWS)
-    step = -(-COLUMNS // tiles)
+    high, step = -(-rows // tiles), -(-COLUMNS // tiles)
     ahead = then * size
-    for i in range(0, rows, ROWS):
+    for i in range(0, rows, high):
         above, here = (x, i * lda, lda), (out, i * n + first, n)
         beside = (panels, p * size, COLUMNS)
-        stream_tile(min(ROWS, rows - i), depth, above, beside, here, ahead, step)
+        numbers = (depth, ahead, step)
+        stream_tile(min(high, rows - i), above, beside, here, numbers)
         ahead += depth * step
 
 
@@ -423,7 +426,7 @@ def score_tiles(
         for g in range(0, group, HEADS):
             scores = (p, g * p.shape[1] + column + first, p.shape[1])
             rows, keys4 = (queries, g * dim, dim), (keys, k0 + first * dim, dim)
-            dot_tiles(min(HEADS, group - g), dim, rows, keys4, scores, 1)
+            dot_tiles(min(HEADS, group - g), rows, keys4, scores, (dim, 1))
 
 
 @inline
@@ -484,18 +487,21 @@ def product(
 ) -> None:
     """c = a @ b, or c += a @ b where keep is not 0; depth counts b's rows."""
     (b_array, b0, ldb), (c_array, c0, ldc) = b, c
-    whole = columns - columns % COLUMNS
+    whole = columns - columns % LANES
     for i in range(0, rows, ROWS):
         n, above = min(ROWS, rows - i), (a[0], a[1] + i * a[2], a[2])
         j = 0
         while j < whole:
             beside, here = (b_array, b0 + j, ldb), (c_array, c0 + i * ldc + j, ldc)
             if 2 * n <= ROWS and j + 2 * COLUMNS <= whole:
-                wide_tile(n, depth, above, beside, here, keep)
+                wide_tile(n, above, beside, here, (depth, keep))
                 j += 2 * COLUMNS
-            else:
-                product_tile(n, depth, above, beside, here, keep)
+            elif j + COLUMNS <= whole:
+                product_tile(n, above, beside, here, (depth, keep))
                 j += COLUMNS
+            else:
+                narrow_tile(n, above, beside, here, (depth, keep))
+                j += LANES
     if whole < columns:
         product_rest(rows, whole, columns, depth, a, b, c, keep)
 
@@ -642,7 +648,7 @@ def attend_rows(
     """(acc, l) of some rows; every `group` of them stand one position further on."""
     _, window, softcap = formula
     rows, dim = queries.shape
-    wide = -(-dim // COLUMNS) * COLUMNS
+    wide = -(-dim // LANES) * LANES
     keys = np.empty((KEYS // COLUMNS, dim, COLUMNS), np.float32)  # transposed
     values = np.zeros((KEYS, wide), np.float32)
     p = np.empty((rows, KEYS), np.float32)
@@ -676,7 +682,7 @@ def copy_context(
     start: int,
     n: int,
 ) -> None:
-    """keys[t / 16, :, t % 16], values[t] = those of position start + t, for t < n."""
+    """Position start + t's, t < n: keys[t / COLUMNS, :, t % COLUMNS] and values[t]."""
     dim = k_cache.shape[3]
     for t in range(n):
         at = place(k_cache, table, h, start + t)

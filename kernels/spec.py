@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-COLUMNS = 16  # outputs in a panel of weights
+COLUMNS = 16  # outputs in a panel of weights, where no one asks for another number
 
 
 def empty_kv(
@@ -33,16 +33,17 @@ def native(x: Tensor) -> Tensor:
     return x
 
 
-def pack(weight: Tensor) -> Tensor:
-    """panels[p, k, j] = weight[16 p + j, k], zero past the last row: [N / 16, K, 16].
+def pack(weight: Tensor, columns: int = COLUMNS) -> Tensor:
+    """panels[p, k, j] = weight[columns p + j, k], zero past the last row.
 
-    16 outputs' weights stand side by side for each input, so that a product reads a
-    panel from end to end, once, and holds 16 sums in vector registers.
+    [N / columns, K, columns]: some outputs' weights stand side by side for each input,
+    so that a product reads a panel from end to end, once, and holds its sums in vector
+    registers. How many fit is the processor's affair.
     """
     n, k = weight.shape
-    if n % COLUMNS:
-        weight = pad(weight, (0, 0, 0, -n % COLUMNS))
-    return weight.view(-1, COLUMNS, k).transpose(1, 2).contiguous()
+    if n % columns:
+        weight = pad(weight, (0, 0, 0, -n % columns))
+    return weight.view(-1, columns, k).transpose(1, 2).contiguous()
 
 
 def linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
@@ -200,7 +201,8 @@ def gelu_tanh_mul(out: Tensor, gate_up: Tensor) -> None:
 
 
 def silu_linear(out: Tensor, x: Tensor, panels: Tensor) -> None:
-    """silu_mul of x [gate up].T: panels = pack([gate; up]), out [rows, F], 16 | F."""
+    """silu_mul of x [gate up].T: panels = pack([gate; up]), out [rows, F], and
+    F is a whole number of panels."""
     gate_up = x.new_empty(len(x), 2 * out.shape[1])
     linear(gate_up, x, panels)
     silu_mul(out, gate_up)

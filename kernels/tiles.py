@@ -9,8 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -18,9 +20,11 @@ from numba.extending import intrinsic
 # Reassociation and fused multiply-add, but not the promise that no infinity or NaN
 # occurs: a running maximum starts at minus infinity.
 MATH = {"contract", "reassoc", "nsz", "arcp"}
-LANES = 8  # floats in a vector that LLVM is given; it splits or joins them as it must
-COLUMNS = 16  # a product tile: up to 6 x 16 or 3 x 32; 12 of 16 registers are sums
-ROWS = 6
+FEATURES = numba.config.CPU_FEATURES or get_host_cpu_features().flatten()
+WIDEST = "+avx512f" in FEATURES.split(",")
+LANES = 16 if WIDEST else 8  # floats of a vector; LLVM splits what no register holds
+COLUMNS = 2 * LANES  # a product tile is up to ROWS x COLUMNS:
+ROWS = 13 if WIDEST else 6  # 26 of 32 registers, or 12 of 16, are sums
 TOKENS = 4  # a dot tile is up to 3 x 4: 12 sums again
 HEADS = 3
 
@@ -28,6 +32,7 @@ WORD, INT64 = ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(ir.FloatType(), LANES)
 INDEX = types.int64
 Array = np.ndarray
+Emit = Callable[[Any, Any], None]  # (builder, arguments): writes a function's body
 
 # A part of a kernel: no wrappers for Python and C, which halve the compiler's speed.
 # Inlined, because a call passes every array as seven numbers and counts references to
@@ -108,17 +113,17 @@ def _prefetch(builder: Any, place: Any) -> None:
     builder.call(function, [line, word(0), word(3), word(1)])
 
 
-def _product_tile(rows: int, columns: int) -> Callable[..., None]:
+def _product_tile(rows: int, columns: int) -> Emit:
     """c[i, j] (+)= sum over k of a[i, k] * b[k, j] for `rows` x `columns` places."""
 
     def emit(builder: Any, args: Any) -> None:
         *operands, keep = args
         _emit_product(builder, operands, rows, columns, keep)
 
-    return _tile(f"product_tile_{rows}x{columns}", emit)
+    return emit
 
 
-def _stream_tile(rows: int) -> Callable[..., None]:
+def _stream_tile(rows: int) -> Emit:
     """A product tile that keeps nothing, and meanwhile fetches what comes after it:
     with each k the line of b's memory at `ahead` + k * `step`."""
 
@@ -131,7 +136,7 @@ def _stream_tile(rows: int) -> Callable[..., None]:
 
         _emit_product(builder, operands, rows, COLUMNS, INT64(0), ask)
 
-    return _tile(f"stream_tile_{rows}", emit, 2)
+    return emit
 
 
 def _emit_product(
@@ -183,8 +188,8 @@ def _shorter_side_held(rows: int, columns: int) -> list[tuple[int, int]]:
     return [(i, j) for j in range(columns) for i in range(rows)]
 
 
-def _dot_tile(rows: int) -> Callable[..., None]:
-    """c[i, t] = a[i] . b[t] for `rows` rows of a, TOKENS rows of b, depth % 8 = 0.
+def _dot_tile(rows: int) -> Emit:
+    """c[i, t] = a[i] . b[t] for `rows` rows of a, TOKENS rows of b.
 
     And that `tiles` times, each time TOKENS rows of b and columns of c further on.
     """
@@ -218,64 +223,75 @@ def _dot_tile(rows: int) -> Callable[..., None]:
                 place = builder.bitcast(builder.gep(c, [at]), total.type.as_pointer())
                 builder.store(total, place, align=4)
 
-    return _tile(f"dot_tile_{rows}", emit)
+    return emit
 
 
-def _tile(
-    name: str, emit: Callable[[Any, Any], None], extra: int = 1
-) -> Callable[..., None]:
-    """An intrinsic for `emit`: three operands, each an array, a place and a stride,
-    then the depth and one or two numbers more."""
-    codegen = _function(name, emit)
-    n = INDEX
+def _family(name: str, emits: dict[int, Emit]) -> Callable[..., None]:
+    """An intrinsic (size, a, b, c, numbers) that runs the tile of that size.
 
-    def result(a: Any, b: Any, c: Any) -> Any:
-        return types.void(a, n, n, b, n, n, c, n, n, n, *extra * [n]), codegen
+    a, b and c are (array, place of the first number, numbers from row to row). A tile's
+    function gets data pointers for the arrays, and everything as one row of arguments.
+    """
 
-    # numba reads an intrinsic's arguments from its signature.
-    if extra == 1:
+    @intrinsic
+    def tile(typingctx, size, a, b, c, numbers):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            flat = [
+                _plain(context, builder, kind, value)
+                for kinds, values in zip(signature.args[1:], args[1:], strict=True)
+                for kind, value in zip(
+                    kinds, cgutils.unpack_tuple(builder, values), strict=True
+                )
+            ]
+            _switch(builder, name, args[0], emits, flat)
+            return context.get_dummy_value()
 
-        @intrinsic
-        def tile(  # type: ignore[no-untyped-def]
-            typingctx, a, a0, lda, b, b0, ldb, c, c0, ldc, depth, last
-        ):
-            return result(a, b, c)
-
-    else:
-
-        @intrinsic
-        def tile(  # type: ignore[no-untyped-def]
-            typingctx, a, a0, lda, b, b0, ldb, c, c0, ldc, depth, first, second
-        ):
-            return result(a, b, c)
+        return types.void(INDEX, a, b, c, numbers), codegen
 
     return tile
 
 
-def _function(name: str, emit: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """Code that calls `emit`'s code as a function of its own, one in the whole module.
+def _plain(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """An array's data pointer; any other value as an int64."""
+    if isinstance(kind, types.Array):
+        return cgutils.create_struct_proxy(kind)(context, builder, value).data
+    return context.cast(builder, value, kind, INDEX)
+
+
+def _switch(
+    builder: Any, name: str, size: Any, emits: dict[int, Emit], args: Any
+) -> None:
+    """Call the function of a size which is known only when the kernel runs."""
+    last = max(emits)
+    blocks = {n: builder.append_basic_block(f"{name}_{n}") for n in emits}
+    after = builder.append_basic_block(f"{name}_done")
+    choice = builder.switch(size, blocks[last])
+    for n, block in blocks.items():
+        if n != last:
+            choice.add_case(size.type(n), block)
+        with builder.goto_block(block):
+            builder.call(_function(builder.module, f"{name}_{n}", emits[n], args), args)
+            builder.branch(after)
+    builder.position_at_end(after)
+
+
+def _function(module: Any, name: str, emit: Emit, args: Any) -> Any:
+    """A function whose body `emit` writes, one in the whole module.
 
     Never inlined: LLVM optimises a parallel kernel three times over, tiles included.
     Optimised for size: else LLVM unrolls the loop, and the copies' loads, moved to the
     top together, push sums out of their registers.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = iter(_data(context, builder, signature, args, (0, 3, 6)))
-        args = [next(data) if i in (0, 3, 6) else arg for i, arg in enumerate(args)]
-        kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        if function.is_declaration:
-            function.attributes.add("noinline")
-            function.attributes.add("optsize")
-            function.linkage = "linkonce_odr"
-            inner = ir.IRBuilder(function.append_basic_block("entry"))
-            emit(inner, function.args)
-            inner.ret_void()
-        builder.call(function, args)
-        return context.get_dummy_value()
-
-    return codegen
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    function = cgutils.get_or_insert_function(module, kind, name)
+    if function.is_declaration:
+        function.attributes.add("noinline")
+        function.attributes.add("optsize")
+        function.linkage = "linkonce_odr"
+        inner = ir.IRBuilder(function.append_basic_block("entry"))
+        emit(inner, function.args)
+        inner.ret_void()
+    return function
 
 
 def _data(context: Any, builder: Any, signature: Any, args: Any, which: Any) -> Any:
@@ -322,8 +338,10 @@ def _across(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """The sums of four vectors' lanes, as a vector of four numbers.
 
     Two vectors are folded into one of half sums, and so on: 11 instructions for four
-    sums, where one sum by itself takes six.
+    sums of 8 lanes, where one sum by itself takes six.
     """
+    if LANES == 16:
+        a, b, c, d = (_halved(builder, x) for x in (a, b, c, d))
     ab = _fold(builder, a, b, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
     cd = _fold(builder, c, d, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
     abcd = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
@@ -331,87 +349,31 @@ def _across(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return _fold(builder, halves, halves, [0, 1, 2, 3], [4, 5, 6, 7])
 
 
+def _halved(builder: Any, x: Any) -> Any:
+    """The lower half of a vector plus the upper half."""
+    half = LANES // 2
+    return _fold(builder, x, x, list(range(half)), list(range(half, LANES)))
+
+
 def _fold(builder: Any, a: Any, b: Any, first: list[int], second: list[int]) -> Any:
-    """Some lanes of a and b (b's count from LANES on) plus as many others."""
+    """Some lanes of a and b (b's count from a's end on) plus as many others."""
     kind = ir.VectorType(WORD, len(first))
     parts = [builder.shuffle_vector(a, b, kind(lanes)) for lanes in (first, second)]
     return builder.fadd(*parts)
 
 
-_product_1, _product_2, _product_3 = (_product_tile(n, COLUMNS) for n in (1, 2, 3))
-_product_4, _product_5, _product_6 = (_product_tile(n, COLUMNS) for n in (4, 5, 6))
-_stream_1, _stream_2, _stream_3 = (_stream_tile(n) for n in (1, 2, 3))
-_stream_4, _stream_5, _stream_6 = (_stream_tile(n) for n in (4, 5, 6))
-_wide_1, _wide_2, _wide_3 = (_product_tile(n, 2 * COLUMNS) for n in (1, 2, 3))
-_dot_1, _dot_2, _dot_3 = (_dot_tile(n) for n in (1, 2, 3))
+def _sizes(tile: Callable[..., Emit], rows: int, *columns: int) -> dict[int, Emit]:
+    return {n: tile(n, *columns) for n in range(1, rows + 1)}
 
 
-@inline
-def product_tile(
-    rows: int, depth: int, a: tuple, b: tuple, c: tuple, keep: int
-) -> None:
-    """c (+)= a @ b for rows <= ROWS and COLUMNS columns; keep = 0 overwrites c.
-
-    a, b and c are (array, place of the first number, numbers from row to row).
-    """
-    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
-    if rows == 6:
-        _product_6(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-    elif rows == 5:
-        _product_5(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-    elif rows == 4:
-        _product_4(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-    elif rows == 3:
-        _product_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-    elif rows == 2:
-        _product_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-    else:
-        _product_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-
-
-@inline
-def stream_tile(
-    rows: int, depth: int, a: tuple, b: tuple, c: tuple, ahead: int, step: int
-) -> None:
-    """As product_tile with keep = 0, while the lines of b's memory at ahead + k * step
-    are fetched, for k < depth."""
-    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
-    if rows == 6:
-        _stream_6(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
-    elif rows == 5:
-        _stream_5(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
-    elif rows == 4:
-        _stream_4(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
-    elif rows == 3:
-        _stream_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
-    elif rows == 2:
-        _stream_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
-    else:
-        _stream_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, ahead, step)
-
-
-@inline
-def wide_tile(rows: int, depth: int, a: tuple, b: tuple, c: tuple, keep: int) -> None:
-    """As product_tile, for rows <= ROWS / 2 and twice as many columns."""
-    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
-    if rows == 3:
-        _wide_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-    elif rows == 2:
-        _wide_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-    else:
-        _wide_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, keep)
-
-
-@inline
-def dot_tiles(rows: int, depth: int, a: tuple, b: tuple, c: tuple, tiles: int) -> None:
-    """c = a @ b.T for rows <= HEADS rows of a, tiles * TOKENS rows of b.
-
-    depth % LANES == 0.
-    """
-    (a, a0, lda), (b, b0, ldb), (c, c0, ldc) = a, b, c
-    if rows == 3:
-        _dot_3(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, tiles)
-    elif rows == 2:
-        _dot_2(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, tiles)
-    else:
-        _dot_1(a, a0, lda, b, b0, ldb, c, c0, ldc, depth, tiles)
+# c (+)= a @ b for `size` rows, up to ROWS, and COLUMNS columns, or half as many rows
+# and twice as many columns, or one vector; numbers: (depth, keep), keep = 0 overwrites.
+product_tile = _family("product", _sizes(_product_tile, ROWS, COLUMNS))
+wide_tile = _family("wide", _sizes(_product_tile, ROWS // 2, 2 * COLUMNS))
+narrow_tile = _family("narrow", _sizes(_product_tile, ROWS, LANES))
+# As product_tile with keep = 0, while the lines of b's memory at ahead + k * step are
+# fetched, for k < depth; numbers: (depth, ahead, step).
+stream_tile = _family("stream", _sizes(_stream_tile, ROWS))
+# c = a @ b.T for `size` rows of a, up to HEADS, and TOKENS rows of b, and that `tiles`
+# times further on; numbers: (depth, tiles), depth % LANES == 0.
+dot_tiles = _family("dot", _sizes(_dot_tile, HEADS))

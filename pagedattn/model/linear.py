@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagedattn.kernels import cpu
-from pagedattn.kernels.spec import COLUMNS as PANEL
 
 Array = Any  # a tensor, or the numpy array that shares its memory
 Product = Callable[[Array, Array], None]
@@ -30,11 +29,11 @@ PACK_ROWS = 64
 def linear_backend() -> str:
     """How this process multiplies dense float32 weights.
 
-    "panels", our kernel, where the processor's vectors are as wide as its tiles: there
-    oneDNN took 1.06 to 1.95 times as long (book/measured/LOG.md). "oneDNN" where
-    torch has it and vectors may be wider; else "F.linear", torch's plain product.
+    "panels", our kernel, where its tiles were measured: oneDNN took 1.06 to 1.95 times
+    as long with AVX2, 0.95 to 1.6 with AVX-512 (book/measured/LOG.md). Elsewhere
+    "oneDNN", where torch has it, or else "F.linear", torch's plain product.
     """
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         return "panels"
     return "oneDNN" if _onednn_works() else "F.linear"
 
@@ -71,7 +70,7 @@ class Linear:
     def panels(self) -> Tensor | None:
         """The weight, if a kernel may take it for a pair of maps that meet: as whole
         panels, and without a bias."""
-        whole = self.out_features % (2 * PANEL) == 0 and self.bias is None
+        whole = self.out_features % (2 * cpu.COLUMNS) == 0 and self.bias is None
         return self.weight if whole and self.backend == "panels" else None
 
     def __call__(self, x: Tensor) -> Tensor:
