@@ -16,7 +16,7 @@
 #
 # The idea is in book/06_attention.ipynb.
 #
-# Made from kernels/cpu.py by exercises/tools.py. Untouched: ebbb12fb918b
+# Made from kernels/cpu.py by exercises/tools.py. Untouched: 5938ef9c7d52
 
 """The kernels of spec.py in numba: same names, arguments, variables and KV layout.
 
@@ -51,6 +51,7 @@ from .tiles import (
     COLUMNS,
     HEADS,
     LANES,
+    LINE,
     MATH,
     ROWS,
     TOKENS,
@@ -70,8 +71,8 @@ CHUNK = 256  # decode: context tokens of one task; fixed, so neighbours change n
 VALUES = 8  # decode: context tokens whose values are weighed at a time
 KEYS = 64  # prefill: context tokens that are copied and multiplied at a time
 QUERIES = 96  # prefill: (query, head) rows of one task
-FEW = 4  # products: with fewer rows memory is the limit, and hardware streams alone
-LINE = 16  # floats in a cache line of 64 bytes
+# Products: with fewer rows memory is the limit, and hardware streams alone.
+FEW = 2 if LANES == 16 else 4
 ROWS_AT_ONCE = 8  # elementwise kernels: rows that a thread takes from the counter
 SMALL = 8192  # elementwise kernels: below this many numbers a second thread costs more
 

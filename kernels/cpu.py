@@ -31,6 +31,7 @@ from .tiles import (
     COLUMNS,
     HEADS,
     LANES,
+    LINE,
     MATH,
     ROWS,
     TOKENS,
@@ -50,8 +51,8 @@ CHUNK = 256  # decode: context tokens of one task; fixed, so neighbours change n
 VALUES = 8  # decode: context tokens whose values are weighed at a time
 KEYS = 64  # prefill: context tokens that are copied and multiplied at a time
 QUERIES = 96  # prefill: (query, head) rows of one task
-FEW = 4  # products: with fewer rows memory is the limit, and hardware streams alone
-LINE = 16  # floats in a cache line of 64 bytes
+# Products: with fewer rows memory is the limit, and hardware streams alone.
+FEW = 2 if LANES == 16 else 4
 ROWS_AT_ONCE = 8  # elementwise kernels: rows that a thread takes from the counter
 SMALL = 8192  # elementwise kernels: below this many numbers a second thread costs more
 

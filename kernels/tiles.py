@@ -25,6 +25,8 @@ WIDEST = "+avx512f" in FEATURES.split(",")
 LANES = 16 if WIDEST else 8  # floats of a vector; LLVM splits what no register holds
 COLUMNS = 2 * LANES  # a product tile is up to ROWS x COLUMNS:
 ROWS = 13 if WIDEST else 6  # 26 of 32 registers, or 12 of 16, are sums
+LINE = 16  # floats in a cache line of 64 bytes
+L1, L2 = 3, 2  # caches, as LLVM's prefetch numbers them
 TOKENS = 4  # a dot tile is up to 3 x 4: 12 sums again
 HEADS = 3
 
@@ -97,20 +99,20 @@ def prefetch(typingctx: Any, array: Any, place: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (data,) = _data(context, builder, signature, args, (0,))
-        _prefetch(builder, builder.gep(data, [args[1]]))
+        _prefetch(builder, builder.gep(data, [args[1]]), L1)
         return context.get_dummy_value()
 
     return types.void(array, INDEX), codegen
 
 
-def _prefetch(builder: Any, place: Any) -> None:
+def _prefetch(builder: Any, place: Any, cache: int) -> None:
     byte, word = ir.IntType(8).as_pointer(), WORD
     kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     function = cgutils.get_or_insert_function(
         builder.module, kind, "llvm.prefetch.p0i8"
     )
     line = builder.bitcast(place, byte)
-    builder.call(function, [line, word(0), word(3), word(1)])
+    builder.call(function, [line, word(0), word(cache), word(1)])
 
 
 def _product_tile(rows: int, columns: int) -> Emit:
@@ -125,14 +127,16 @@ def _product_tile(rows: int, columns: int) -> Emit:
 
 def _stream_tile(rows: int) -> Emit:
     """A product tile that keeps nothing, and meanwhile fetches what comes after it:
-    with each k the line of b's memory at `ahead` + k * `step`."""
+    with each k as much as a row of b, from b's memory at `ahead` + k * `step` on."""
 
     def emit(builder: Any, args: Any) -> None:
         *operands, ahead, step = args
 
         def ask(k: Any) -> None:
             place = builder.add(ahead, builder.mul(step, k))
-            _prefetch(builder, builder.gep(operands[3], [place]))
+            for first in range(0, COLUMNS, LINE):
+                line = builder.add(place, place.type(first))
+                _prefetch(builder, builder.gep(operands[3], [line]), L2)
 
         _emit_product(builder, operands, rows, COLUMNS, INT64(0), ask)
 
@@ -371,8 +375,8 @@ def _sizes(tile: Callable[..., Emit], rows: int, *columns: int) -> dict[int, Emi
 product_tile = _family("product", _sizes(_product_tile, ROWS, COLUMNS))
 wide_tile = _family("wide", _sizes(_product_tile, ROWS // 2, 2 * COLUMNS))
 narrow_tile = _family("narrow", _sizes(_product_tile, ROWS, LANES))
-# As product_tile with keep = 0, while the lines of b's memory at ahead + k * step are
-# fetched, for k < depth; numbers: (depth, ahead, step).
+# As product_tile with keep = 0, while COLUMNS numbers of b's memory from ahead + k * step
+# on are fetched, for k < depth; numbers: (depth, ahead, step).
 stream_tile = _family("stream", _sizes(_stream_tile, ROWS))
 # c = a @ b.T for `size` rows of a, up to HEADS, and TOKENS rows of b, and that `tiles`
 # times further on; numbers: (depth, tiles), depth % LANES == 0.
