@@ -183,6 +183,7 @@ def test_c17_special_tokens_are_added_where_asked(live: Live) -> None:
         ("logits_processors", ["x"]),
         ("reasoning_effort", "low"),
         ("thinking_token_budget", 5),
+        ("thinking", {"type": "enabled", "budget_tokens": 5}),
         ("include_reasoning", False),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),

@@ -79,6 +79,7 @@ def whole(live: Live, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     message = choice["message"]
     assert message.pop("role") == "assistant" and message.pop("refusal") is None
     message["content"] = message["content"] or None
+    assert message.get("reasoning") == message.pop("reasoning_content", None)
     return without_ids(message), choice["finish_reason"]
 
 
@@ -103,6 +104,7 @@ def streamed(live: Live, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def join(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    assert delta.get("reasoning") == delta.pop("reasoning_content", None)
     for name in ("role", "content", "reasoning"):
         if name in delta:
             message[name] = message.get(name, "") + delta[name]
@@ -493,14 +495,45 @@ def test_cut_thought_is_no_content(thinker: Live) -> None:
     assert message == {"content": None, "reasoning": "Hm, h"} and reason == "length"
 
 
-@pytest.mark.parametrize("off", [SILENT, {"reasoning_effort": "none"}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_has_both_of_its_names(thinker: Live, stream: bool) -> None:
+    """`reasoning` is vLLM's and OpenRouter's; FastGPT and others read only DeepSeek's
+    `reasoning_content`. Neither is there where none is wanted."""
+    body = says("Hm, hm.</think>Hi")
+    for wish, said in ((None, "Hm, hm."), (False, "")):
+        asked = {**body, "include_reasoning": wish}
+        if stream:
+            parts = [c["choices"][0]["delta"] for c in thinker.chunks(CHAT, asked)]
+        else:
+            parts = [thinker.chat(**asked)["choices"][0]["message"]]
+        for name in ("reasoning", "reasoning_content"):
+            assert "".join(p.get(name) or "" for p in parts) == said
+            assert said or all(name not in p for p in parts)
+
+
+OFF = (
+    SILENT,
+    {"reasoning_effort": "none"},
+    {"thinking": {"type": "disabled"}},
+    {"enable_thinking": False},
+    # Dify's, where a model has no thoughts and the server is no strict one.
+    {
+        "chat_template_kwargs": {"enable_thinking": False, "thinking": False},
+        "thinking": {"type": "disabled"},
+        "enable_thinking": False,
+    },
+)
+
+
+@pytest.mark.parametrize("off", OFF)
 def test_thinking_switched_off_is_all_content(
     thinker: Live, off: dict[str, Any]
 ) -> None:
     message, _ = whole(thinker, says("Hi there", **off))
     assert message == {"content": "Hi there", "reasoning": None}
-    message, _ = whole(thinker, says("Hi there", **THINKS))
-    assert message == {"content": None, "reasoning": "Hi there"}
+    for on in (THINKS, {"thinking": {"type": "enabled"}}, {"enable_thinking": True}):
+        message, _ = whole(thinker, says("Hi there", **on))
+        assert message == {"content": None, "reasoning": "Hi there"}
 
 
 def test_prompt_that_opens_or_ends_the_thought(thinker: Live) -> None:

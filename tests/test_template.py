@@ -196,6 +196,16 @@ def test_white_space_around_blocks_is_as_transformers_has_it() -> None:
     assert ChatTemplate(source).render(chat) == theirs(source, chat)
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_an_earlier_thought_is_there_by_both_names(name: str) -> None:
+    """Qwen's and DeepSeek's templates read `reasoning_content`, others `reasoning`."""
+    chat = [turn("user", "?"), turn("assistant", "so", **{name: "hm"})]
+    for read in ("reasoning", "reasoning_content"):
+        source = "{% for m in messages %}[{{ m." + read + " }}]{% endfor %}"
+        assert ChatTemplate(source).render(chat) == "[][hm]"
+    assert chat[1] == turn("assistant", "so", **{name: "hm"})
+
+
 def test_tools_and_thinking_reach_the_template() -> None:
     tool = {"type": "function", "function": {"name": "é<b>", "parameters": {}}}
     chat = [turn("user", "Hi")]

@@ -62,9 +62,16 @@ class _Writer:
         delta = reply.add(out.text, list(out.token_ids), out.finish_reason is not None)
         if self.reading.thinks is not None:
             self.tally.reasoning = self._thought(out)
-        if self.body.include_reasoning is False:
-            delta.pop("reasoning", None)
-        return delta, self.reading.finish(out.finish_reason, reply.said)
+        return self.thoughts(delta), self.reading.finish(out.finish_reason, reply.said)
+
+    def thoughts(self, said: dict[str, Any]) -> dict[str, Any]:
+        """A delta or message with its reasoning left out, if the request wants none,
+        or under both names: vLLM's, and DeepSeek's, the only one many clients read."""
+        if "reasoning" in said:
+            said["reasoning_content"] = said["reasoning"]
+        if self.body.include_reasoning is not False:
+            return said
+        return {k: v for k, v in said.items() if not k.startswith("reasoning")}
 
     def _thought(self, out: CompletionOutput) -> int | None:
         """Tokens of reasoning, counted where somebody will see them."""
@@ -208,9 +215,7 @@ def _message(writer: _Writer, out: CompletionOutput) -> dict[str, Any]:
     choice = writer.choice(out)
     if writer.reading is not None:
         _, choice["finish_reason"] = writer.reply(out)
-        message |= writer.replies[out.index].message()
-        if writer.body.include_reasoning is False:
-            message.pop("reasoning", None)
+        message |= writer.thoughts(writer.replies[out.index].message())
     if writer.echoed:
         message["content"] = writer.echoed + (message["content"] or "")
     return {**choice, "message": message}

@@ -228,8 +228,9 @@ class TemplateFields(ToolFields):
         extra = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             extra.setdefault("reasoning_effort", self.reasoning_effort)
-        if self.reasoning_effort == "none":
-            extra.setdefault("enable_thinking", False)
+        if self.thinks is not None:
+            extra.setdefault("enable_thinking", self.thinks)
+            extra.setdefault("thinking", self.thinks)
         return extra
 
     def check_template(self) -> None:

@@ -56,8 +56,16 @@ class NamedChoice(BaseModel):
     function: FunctionName
 
 
+class Thinking(BaseModel):
+    """`thinking`, as Z.ai's and DeepSeek's API have it: on or off, and no budget."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["enabled", "disabled"]
+
+
 class ToolFields(BaseModel):
-    """Tools, which of them to call, and how hard to think."""
+    """Tools, which of them to call, and whether and how hard to think."""
 
     model_config = ConfigDict(strict=True)
 
@@ -66,6 +74,8 @@ class ToolFields(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
 
     def check_tools(self) -> None:
         """Refuse choices without tools, and tools that are not there."""
@@ -101,6 +111,15 @@ class ToolFields(BaseModel):
     def one_call(self) -> bool:
         """Whether there may be one call at most."""
         return self.parallel_tool_calls is False or self.named is not None
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether to think at all, in whichever words it was said; None: not said."""
+        if self.reasoning_effort == "none":
+            return False
+        if self.thinking is not None:
+            return self.thinking.type == "enabled"
+        return self.enable_thinking
 
     def tool_dicts(self) -> list[dict[str, Any]] | None:
         """The tools as the client sent them, for templates."""

@@ -122,7 +122,8 @@ class ChatTemplate:
 
         Text parts become one string where the template wants strings (joined by
         newlines), and strings a part where it wants parts; tool-call arguments are
-        decoded from JSON; role developer is system unless the template names it.
+        decoded from JSON; role developer is system unless the template names it; what
+        an assistant thought is there as `reasoning` and as `reasoning_content`.
         Raises UserError for an empty conversation or a malformed message.
         """
         chat = _plain(messages)
@@ -139,6 +140,9 @@ class ChatTemplate:
         message["content"] = self._content(message.get("content"), f"{where}.content")
         for call in message.get("tool_calls") or ():
             _decode_arguments(call, f"{where}.tool_calls")
+        # Clients and templates call an earlier thought by either name.
+        if thought := message.get("reasoning") or message.get("reasoning_content"):
+            message["reasoning"] = message["reasoning_content"] = thought
         return {name: value for name, value in message.items() if value is not None}
 
     def _content(self, content: Any, where: str) -> str | list[Message]:

@@ -1,4 +1,5 @@
-"""The demo model behind `pagedattn serve`, one process for all clients.
+"""The demo model behind `pagedattn serve`, one process for all clients that want no
+more; one with tools and one that reads thoughts for those that do.
 
 Knows the command line and the address; the clients know nothing else either. The key
 is asked for, since every client has a way of its own to send it.
@@ -22,6 +23,13 @@ FLAGS = (
     *("--port", "0", "--max-model-len", "2048", "--num-gpu-blocks-override", "800"),
     *("--served-model-name", MODEL, "--api-key", KEY),
 )
+TEMPLATE = Path(__file__).parents[2] / "pagedattn/serve/templates/chatml_tools.jinja"
+TOOLS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--chat-template", str(TEMPLATE)),
+)
+# The demo model has no thoughts: to this parser all that it says is one.
+THOUGHTS = ("--reasoning-parser", "deepseek_r1")
 # Clients that ask the network about themselves at import don't have to here.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 os.environ.setdefault("LANGSMITH_TRACING", "false")
@@ -46,11 +54,9 @@ class Demo:
         return httpx.Client(base_url=self.url, headers=headers, timeout=120)
 
 
-@pytest.fixture(scope="session")
-def demo(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+def served(model: Path, log: Path, *more: str) -> Iterator[Demo]:
     """The server; it must end by itself, with exit code 0, when it is told to."""
-    log = tmp_path_factory.mktemp("demo") / "log"
-    command = [sys.executable, "-m", "pagedattn.serve", str(demo_gguf), *FLAGS]
+    command = [sys.executable, "-m", "pagedattn.serve", str(model), *FLAGS, *more]
     with log.open("w") as file:
         server = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=file, text=True
@@ -71,3 +77,21 @@ def demo(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         server.kill()
         server.wait()
         assert "Traceback" not in log.read_text(), log.read_text()
+
+
+@pytest.fixture(scope="session")
+def demo(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """As `make serve` starts it."""
+    yield from served(demo_gguf, tmp_path_factory.mktemp("demo") / "log")
+
+
+@pytest.fixture(scope="session")
+def tooled(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """With tools: a template that has them, and a parser."""
+    yield from served(demo_gguf, tmp_path_factory.mktemp("tooled") / "log", *TOOLS)
+
+
+@pytest.fixture(scope="session")
+def musing(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """All whose answers are thoughts."""
+    yield from served(demo_gguf, tmp_path_factory.mktemp("musing") / "log", *THOUGHTS)
