@@ -375,8 +375,8 @@ def _sizes(tile: Callable[..., Emit], rows: int, *columns: int) -> dict[int, Emi
 product_tile = _family("product", _sizes(_product_tile, ROWS, COLUMNS))
 wide_tile = _family("wide", _sizes(_product_tile, ROWS // 2, 2 * COLUMNS))
 narrow_tile = _family("narrow", _sizes(_product_tile, ROWS, LANES))
-# As product_tile with keep = 0, while COLUMNS numbers of b's memory from ahead + k * step
-# on are fetched, for k < depth; numbers: (depth, ahead, step).
+# As product_tile with keep = 0, while COLUMNS numbers of b's memory are fetched from
+# ahead + k * step on, for k < depth; numbers: (depth, ahead, step).
 stream_tile = _family("stream", _sizes(_stream_tile, ROWS))
 # c = a @ b.T for `size` rows of a, up to HEADS, and TOKENS rows of b, and that `tiles`
 # times further on; numbers: (depth, tiles), depth % LANES == 0.
