@@ -464,10 +464,11 @@ print(f"64 requests: at least {sum(work) / cores.flops:.0f} s of arithmetic")
 #
 # Nearly all FLOPs above are products of some rows with a weight matrix, and most bytes
 # are that matrix. To come near the bound, a program must read each weight once and in
-# order, and multiply eight numbers with every instruction. The order in the file suits
-# neither: one output's weights stand together, but a vector register wants the weights
-# of eight *outputs* for the same input. So `pack` turns the matrix into **panels** of
-# 16 outputs when the model is loaded, and `linear` multiplies with panels. As in all of
+# order, and multiply eight or sixteen numbers with every instruction, as many as a
+# vector register holds. The order in the file suits neither: one output's weights stand
+# together, but a register wants the weights of several *outputs* for the same input. So
+# `pack` turns the matrix into **panels** of 16 or 32 outputs, two registers wide, when
+# the model is loaded, and `linear` multiplies with panels. As in all of
 # this engine, a kernel is written twice: in plain torch in `kernels/spec.py`, which
 # says *what* is computed, and in numba in `kernels/cpu.py`, which computes it fast.
 
@@ -479,16 +480,16 @@ show(spec.pack, spec.linear)
 # %% [markdown]
 # In numba, `pack` leaves the turning to numpy, and `linear` deals out panels to the
 # threads with `for_each`; `linear_panel` is one of them, and knows which comes next.
-# `multiply_panel` takes six rows at a time and holds their 6 × 16 sums in twelve vector
-# registers, as attention does ([chapter 06](06_attention.ipynb)). One row of a decode
-# streams the panel from memory and is gone; sixty-four rows find it in the processor's
-# cache ten times more. One layout serves both ends of the roofline. And every sum runs
-# over the inputs in order, whatever rows stand beside it: a request's product is the
-# same to the last bit alone and in a crowd.
+# `multiply_panel` takes up to six rows at a time (13 with AVX-512) and holds all their
+# sums in registers, as attention does ([chapter 06](06_attention.ipynb)). One row of a
+# decode streams the panel from memory and is gone; sixty-four rows find it in the
+# processor's cache ten times more. One layout serves both ends of the roofline. And
+# every sum runs over the inputs in order, whatever rows stand beside it: a request's
+# product is the same to the last bit alone and in a crowd.
 #
 # The roofline says that arithmetic and memory take time *together*, not one after the
 # other. The program has to see to that: while a panel is multiplied, each tile asks for
-# its share of the next one (`stream_tile`). With 12 rows that took 30 % off.
+# its share of the next one (`stream_tile`). With 12 rows that took 30 % off (AVX2).
 
 # %%
 show(cpu.pack, cpu.linear, cpu.linear_panel, cpu.multiply_panel)
@@ -497,7 +498,8 @@ show(cpu.pack, cpu.linear, cpu.linear_panel, cpu.multiply_panel)
 # On two cores of the kind in our table it streams weights at 24 to 34 GB/s for one row
 # (that day, memory gave more than the table's 22) and reaches 143 to 176 GFLOP/s from
 # 64 rows on; oneDNN, the library that torch brings, took 1.06 to 1.95 times as long in
-# the same run (`book/measured/LOG.md`).
+# the same run. On two with AVX-512 it was 38 GB/s and 277 to 299 GFLOP/s, and oneDNN
+# took 0.99 to 1.8 times as long (`book/measured/LOG.md`).
 #
 # ## What else a forward pass does
 #

@@ -392,7 +392,7 @@ show(cpu.scale_queries, cpu.scores, cpu.place, cpu.fetch)
 # multiplications would wait for the last of them: a tile's worth at a time took 12 to
 # 25 % off (LOG). A tile may run over unused slots at the end of a block, and what it
 # finds there lands in columns that nobody reads; it may not run over the block's end.
-# Leftovers, and heads whose length is not a multiple of 8, go through `dot`.
+# Leftovers, and heads whose length is no multiple of a vector's, go through `dot`.
 # `softmax_part` is safe softmax over one chunk: maximum, then weights and their sum,
 # with the soft cap before. Within a chunk two passes are fine, because 256 scores stay
 # in the nearest cache. `weigh` walks the blocks again, now over the values, eight at a
@@ -438,32 +438,34 @@ show(cpu.attend_rows, cpu.copy_context, cpu.softmax_step)
 # %% [markdown]
 # ## Tiles in registers
 #
-# A core of our machine has sixteen vector registers of eight floats. It can multiply
-# and add eight lanes at once, twice per cycle, if the operands are in registers; and it
-# can load two vectors per cycle. So a loop that loads two vectors for each multiply-add
-# runs at half the speed or less. The remedy is a **tile**: hold several rows and
-# several columns, and use each loaded vector several times. Count it.
+# A core with AVX2 has 16 vector registers of eight floats, one with AVX-512 has 32 of
+# sixteen. Either can multiply and add all lanes at once, twice per cycle, if the
+# operands are in registers; and it can load two vectors per cycle. So a loop that loads
+# two vectors for each multiply-add runs at half the speed or less. The remedy is a
+# **tile**: hold several rows and several columns, and use each loaded vector several
+# times. Count it, in vectors:
+
 
 # %%
-from pagedattn.kernels.tiles import COLUMNS, HEADS, LANES, ROWS, TOKENS
-
-
-def count(name, sums, held, streamed):
+def count(name, rows, columns):
+    sums, held, streamed = rows * columns, min(rows, columns), max(rows, columns)
     loads = (held + streamed) / sums
     print(
-        f"{name:28}{sums:3} sums {sums + held + 1:3} registers  {loads:.2f} loads each"
+        f"{name:32}{sums:3} sums {sums + held + 1:3} registers  {loads:.2f} loads each"
     )
 
 
-count("one dot product", 1, 1, 1)
-count(f"dot {HEADS} heads x {TOKENS} tokens", HEADS * TOKENS, HEADS, TOKENS)
-count(f"product {ROWS} x {COLUMNS}", ROWS * COLUMNS // LANES, COLUMNS // LANES, ROWS)
-count(f"product {ROWS // 2} x {2 * COLUMNS}", ROWS * COLUMNS // LANES, ROWS // 2, 4)
+count("one dot product", 1, 1)
+count("dot 3 heads x 4 tokens", 3, 4)
+count("product 6 x 16, AVX2", 6, 2)
+count("product 3 x 32, AVX2", 3, 4)
+count("product 13 x 32, AVX-512", 13, 2)
+count("product 6 x 64, AVX-512", 6, 4)
 
 # %% [markdown]
-# Twelve sums also hide latency: on this processor (Zen 3, by AMD's optimisation guide)
-# a multiply-add takes four cycles to finish, and two start in each, so at least eight
-# independent sums must be under way.
+# Many sums also hide latency: on one such processor (Zen 3, by AMD's optimisation
+# guide) a multiply-add takes four cycles to finish, and two start in each, so at least
+# eight independent sums must be under way.
 #
 # Why not leave this to numba? Its vectoriser finds the vectors, but not the tile.
 # Written as a loop nest, the sums of a tile live in an array, and an array lives in
@@ -471,9 +473,9 @@ count(f"product {ROWS // 2} x {2 * COLUMNS}", ROWS * COLUMNS // LANES, ROWS // 2
 # directly, with sums named one by one (`kernels/tiles.py`). `_product_tile` writes `c
 # += a @ b` for fixed numbers of rows and columns; `_stream_tile` starts from zero and
 # has one instruction more in its loop, which asks for a cache line of the weights that
-# come next. `_emit_product` is what both share. `_shorter_side_held` orders its
+# come next (two for AVX-512). `_emit_product` is what both share. `_shorter_side_held` orders its
 # multiply-adds so that the shorter side stays in registers while the longer one streams
-# through. With 12 sums, 3 held and 1 streaming, all 16 are in use; a 17th would be
+# through. With 12 sums, 3 held and 1 streaming, AVX2's 16 are in use; a 17th would be
 # **spilled**, written to memory and read back at every step. A profile of 64 requests
 # found decode attention doing that, and reading keys and values at 7.6 GB/s where
 # memory gives 17 to 20 (`book/measured/LOG.md`, "Decode attention"; LOG from here on).
@@ -484,37 +486,41 @@ show(tiles._shorter_side_held)
 
 # %% [markdown]
 # `_dot_tile` computes scores. Here the lanes run along the head, so each sum is a
-# vector that must be added up at the end. `_across` folds four vectors into four
-# numbers at once, by way of `_fold`: eleven instructions instead of four times six.
+# vector that must be added up at the end. `_across` folds four vectors of eight into
+# four numbers at once, by way of `_fold`: eleven instructions instead of four times
+# six. (`_halved` makes eight of sixteen first.)
 
 # %%
-show(tiles._dot_tile, tiles._across, tiles._fold)
+show(tiles._dot_tile, tiles._across, tiles._halved, tiles._fold)
 
 # %% [markdown]
-# The vocabulary below them: `_vector_at` is the address of eight numbers, `_sum_from` a
+# The vocabulary below them: `_vector_at` is the address of a vector, `_sum_from` a
 # register that starts at zero or at what is there, `_multiply_add` one fused
 # instruction, `_spread` one number in all lanes, `_prefetch` the request for a cache
-# line. `_tile` gives a tile its arguments and `_data` finds the arrays' memory.
-# `_function` makes each tile a function that is never inlined and is optimised for
-# size, not speed. That is no mistake: optimised for speed, LLVM unrolls the loop, moves
-# the copies' loads together, and runs out of registers. A 3 × 32 tile lost 11 of its 12
-# sums that way (LOG).
+# line.
+#
+# A tile has a fixed size, but a kernel knows only when it runs how many rows there are.
+# So tiles come in families: `_sizes` makes one for each number of rows, `_family` gives
+# them one name in Python, and `_switch` jumps to the right one. `_plain` and `_data`
+# find the arrays' memory. `_function` makes each tile a function that is never inlined
+# and is optimised for size, not speed. That is no mistake: optimised for speed, LLVM
+# unrolls the loop, moves the copies' loads together, and runs out of registers. A 3 ×
+# 32 tile lost 11 of its 12 sums that way (LOG).
 
 # %%
 show(tiles._vector_at, tiles._sum_from, tiles._multiply_add, tiles._spread)
 show(tiles._prefetch)
-show(tiles._tile, tiles._data, tiles._function)
+show(tiles._sizes, tiles._family, tiles._plain, tiles._switch)
+show(tiles._data, tiles._function)
 
 # %% [markdown]
-# Tiles have fixed sizes, so `product_tile`, `stream_tile`, `wide_tile` and `dot_tiles`
-# choose by the number of rows. Four more functions tell LLVM what Python cannot say.
+# Four more functions tell LLVM what Python cannot say.
 # `stretch` is a piece of flat memory whose indices need no test for being negative;
 # with rows as stretches, 512 norms fell from 479 to 63 µs (LOG, "Small kernels").
 # `prefetch` asks for a cache line. `take_ticket` is the atomic counter. `power_of_two`
 # writes a float's exponent field, the last step of chapter 01's exponential.
 
 # %%
-show(tiles.product_tile, tiles.stream_tile, tiles.wide_tile, tiles.dot_tiles)
 show(tiles.stretch, tiles.prefetch, tiles.take_ticket, tiles.power_of_two)
 
 # %% [markdown]

@@ -30,7 +30,7 @@ def linear_backend() -> str:
     """How this process multiplies dense float32 weights.
 
     "panels", our kernel, where its tiles were measured: oneDNN took 1.06 to 1.95 times
-    as long with AVX2, 0.95 to 1.6 with AVX-512 (book/measured/LOG.md). Elsewhere
+    as long with AVX2, 0.99 to 1.8 with AVX-512 (book/measured/LOG.md). Elsewhere
     "oneDNN", where torch has it, or else "F.linear", torch's plain product.
     """
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
