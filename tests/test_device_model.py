@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pagedattn import assembly
 from pagedattn.config import EngineArgs
-from pagedattn.device import cuda
+from pagedattn.device import cuda, prefix
 from pagedattn.device.runner import Limits
 from pagedattn.engine import Engine
 from pagedattn.errors import NotSupported, UserError
@@ -25,6 +25,7 @@ from pagedattn.model.decoder import GroupedMLP, visits
 from pagedattn.pipeline import PipelinedEngine
 from pagedattn.request import SamplingParams
 from pagedattn.runner import Runner
+from pagedattn.scheduler import Item
 from pagedattn.testing import make_tiny_model
 
 pytest.importorskip("triton", reason="Triton is for Linux")
@@ -233,7 +234,13 @@ def test_without_triton_a_card_is_of_no_use(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "bfloat16"}, {"dtype": "half"}, {"async_scheduling": True}]
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "half"},
+        {"async_scheduling": True},
+        {"disable_cascade_attn": False},
+    ],
 )
 def test_a_processor_refuses_what_only_a_card_does(tmp_path, changes):
     folder = make_tiny_model(tmp_path / "m")
@@ -286,3 +293,52 @@ def test_running_on_a_processor_loads_no_triton(tmp_path):
     import subprocess
 
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------ one for all
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(0, 12), min_size=2, max_size=6),
+    st.integers(0, 40),
+)
+def test_what_contexts_share_is_found_to_the_block(size, agree, start):
+    """Request i has its first `agree[i]` blocks from the others, then its own."""
+    width = start // size + 1
+    table = list(range(1, width + 1))
+    items = [
+        Item(
+            f"r{i}",
+            0,
+            start,
+            (5,),
+            ([*table[:n], *range(1000 * (i + 1), 1000 * (i + 1) + width - n)][:width],),
+            True,
+        )
+        for i, n in enumerate(agree)
+    ]
+    least = sorted(agree)
+    found = prefix.common_prefix(items, size)
+    assert found % size == 0 and found <= start
+    assert found == min(least[0], start // size) * size
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
+def test_reading_a_shared_prefix_once_changes_no_token(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(prefix, "FEWEST", 2)
+    monkeypatch.setattr(prefix, "SHORTEST", 4)
+    found = source.resolve(str(make_tiny_model(tmp_path / "m", width=64)))
+    args = args_for(found.path, disable_cascade_attn=False, cudagraph_mode=mode)
+    engine = on_fake_card(args, found)
+    calls, inner = [], gpu.cascade_attention
+
+    def listening(*args):
+        calls.append(args[7])
+        inner(*args)
+
+    for layer in engine.runner.model.layers:
+        assert layer.attention.kernels is gpu
+    monkeypatch.setattr(gpu, "cascade_attention", listening)
+    assert generated(engine) == generated(on_processor(args_for(found.path), found))
+    assert calls and set(calls) <= {4, 8, 12}
