@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from pagedattn import assembly
 from pagedattn.config import EngineArgs
 from pagedattn.device import cuda, prefix
+from pagedattn.device import runner as device_runner
 from pagedattn.device.runner import Limits
 from pagedattn.engine import Engine
 from pagedattn.errors import NotSupported, UserError
@@ -212,6 +213,44 @@ class Listening:
         found = self.head(self.model, hidden)
         self.kept.append(found.clone())
         return found
+
+
+SHAPED = (
+    dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
+    dict(logit_bias={"70": 9.0}, temperature=0.8, seed=4, top_k=30),
+    dict(min_tokens=4, stop_token_ids=list(range(200))),
+)
+
+
+@pytest.mark.parametrize("wish", SHAPED)
+def test_shaped_rows_have_the_host_samplers_tokens(tmp_path, monkeypatch, wish):
+    """Beside a plain one; of a step's logits only theirs come to the host."""
+    found = source.resolve(str(make_tiny_model(tmp_path / "m", width=64)))
+    args = args_for(found.path, cudagraph_capture_sizes=[2])
+    tokens, rows = [], []
+    for engine in (on_processor(args, found), on_fake_card(args, found)):
+        if tokens:
+            monkeypatch.setattr(device_runner, "sample", counting(rows))
+        for name, asked in (("plain", {}), ("shaped", wish)):
+            params = SamplingParams(max_tokens=6, **(dict(temperature=0.0) | asked))
+            engine.add_request(name, [65, 66, 67, 68, 69], params)
+        last = {}
+        while engine.has_unfinished_requests():
+            last |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+        tokens.append(last)
+    assert tokens[0] == tokens[1]
+    assert rows and set(rows) == {1}
+
+
+def counting(rows):
+    """The host's sampler, which notes how many rows it gets."""
+    inner = device_runner.sample
+
+    def sample(logits, states):
+        rows.append(len(logits))
+        return inner(logits, states)
+
+    return sample
 
 
 # ---------------------------------------------------------------------- what is refused
