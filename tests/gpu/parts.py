@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MAIN = "import sys; from pagedattn.serve.cli import main; sys.exit(main(sys.argv[1:]))"
-TAIL = 4000  # characters of a part's output that the report keeps
+ENVIRONMENT = {"TRITON_INTERPRET": "0", "CI": "true", "PYTHONUNBUFFERED": "1"}
+TAIL = 12_000  # characters of a part's output that the report keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def run(part: Part) -> Outcome:
             part.command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # CI: a skipped test is a failed one.
-            env=os.environ | {"TRITON_INTERPRET": "0", "CI": "true"},
+            # CI: a skipped test is a failed one. Unbuffered: what was said stays said.
+            env=os.environ | ENVIRONMENT,
             start_new_session=True,
         )
     except OSError as error:
