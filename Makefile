@@ -59,8 +59,7 @@ bench: $(VENV)/.kernels  ## Compare engines here: the table goes into book/measu
 	$(BIN)/pagedattn bench compare $(BENCH_ARGS)
 
 gpu-check: $(VENV)/.test $(VENV)/.lab $(VENV)/.kernels  ## On an NVIDIA card: its tests, then kernels and engine measured
-	TRITON_INTERPRET=0 $(RUN) pytest tests/gpu
-	$(BIN)/pagedattn bench gpu $(BENCH_ARGS)
+	$(BIN)/python tests/gpu/parts.py $(BENCH_ARGS)
 
 bench-peers: $(addprefix build/peers/.,$(PEERS))  ## Other engines for `make bench`, each on its own
 

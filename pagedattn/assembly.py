@@ -174,6 +174,12 @@ def _check_for_cpu(args: EngineArgs) -> None:
             "async_scheduling needs device='cuda': a CPU does not run by itself.",
             "async_scheduling",
         )
+    if not args.disable_cascade_attn:
+        raise UserError(
+            "disable_cascade_attn=False needs device='cuda': kernels for a CPU read a "
+            "shared prefix from its caches.",
+            "disable_cascade_attn",
+        )
 
 
 def dtype_on_card(wanted: str, stored: str | None) -> torch.dtype:
@@ -253,6 +259,7 @@ def on_card(
         model.dtype,
         limits,
         buckets_of(args, limits, draft.max_model_len),
+        not args.disable_cascade_attn,
     )
     if args.kv_cache_memory_bytes is None and args.num_gpu_blocks_override is None:
         share = args.gpu_memory_utilization or SHARE

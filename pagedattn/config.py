@@ -142,6 +142,11 @@ class EngineArgs:
     max_cudagraph_capture_size: int | None = setting(
         None, "most sequences in a CUDA graph; nothing: max_num_seqs, at most 512"
     )
+    disable_cascade_attn: bool = setting(
+        True,
+        "on a GPU, read a prefix that all requests share once for each of them; if "
+        "false, once for all, from 8 requests and 256 tokens",
+    )
     async_scheduling: bool | None = setting(
         None, "on a GPU, plan the next step while one runs; nothing: yes"
     )

@@ -70,6 +70,8 @@ def test_targets_are_the_issues_and_those_missed_say_so():
     assert table.count("MISSED") == 3 and table.count("reached") == 3
     assert "launch gaps 3.0%" in table and table.count("not measured") == 2
     assert "SDPA 2000 us" in table and "WRONG" in table
+    early = gpu_report.kernel_lines(CARD, found.checks, found.timings)
+    assert len(early) == 2 + 2 + 3 and table.startswith("\n".join(early))
 
 
 def test_one_json_and_one_picture(tmp_path):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from pagedattn import assembly
 from pagedattn.config import EngineArgs
-from pagedattn.device import cuda
+from pagedattn.device import cuda, prefix
+from pagedattn.device import runner as device_runner
 from pagedattn.device.runner import Limits
 from pagedattn.engine import Engine
 from pagedattn.errors import NotSupported, UserError
@@ -25,6 +26,7 @@ from pagedattn.model.decoder import GroupedMLP, visits
 from pagedattn.pipeline import PipelinedEngine
 from pagedattn.request import SamplingParams
 from pagedattn.runner import Runner
+from pagedattn.scheduler import Item
 from pagedattn.testing import make_tiny_model
 
 pytest.importorskip("triton", reason="Triton is for Linux")
@@ -213,6 +215,44 @@ class Listening:
         return found
 
 
+SHAPED = (
+    dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
+    dict(logit_bias={"70": 9.0}, temperature=0.8, seed=4, top_k=30),
+    dict(min_tokens=4, stop_token_ids=list(range(200))),
+)
+
+
+@pytest.mark.parametrize("wish", SHAPED)
+def test_shaped_rows_have_the_host_samplers_tokens(tmp_path, monkeypatch, wish):
+    """Beside a plain one; of a step's logits only theirs come to the host."""
+    found = source.resolve(str(make_tiny_model(tmp_path / "m", width=64)))
+    args = args_for(found.path, cudagraph_capture_sizes=[2])
+    tokens, rows = [], []
+    for engine in (on_processor(args, found), on_fake_card(args, found)):
+        if tokens:
+            monkeypatch.setattr(device_runner, "sample", counting(rows))
+        for name, asked in (("plain", {}), ("shaped", wish)):
+            params = SamplingParams(max_tokens=6, **(dict(temperature=0.0) | asked))
+            engine.add_request(name, [65, 66, 67, 68, 69], params)
+        last = {}
+        while engine.has_unfinished_requests():
+            last |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step()}
+        tokens.append(last)
+    assert tokens[0] == tokens[1]
+    assert rows and set(rows) == {1}
+
+
+def counting(rows):
+    """The host's sampler, which notes how many rows it gets."""
+    inner = device_runner.sample
+
+    def sample(logits, states):
+        rows.append(len(logits))
+        return inner(logits, states)
+
+    return sample
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -233,7 +273,13 @@ def test_without_triton_a_card_is_of_no_use(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "bfloat16"}, {"dtype": "half"}, {"async_scheduling": True}]
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "half"},
+        {"async_scheduling": True},
+        {"disable_cascade_attn": False},
+    ],
 )
 def test_a_processor_refuses_what_only_a_card_does(tmp_path, changes):
     folder = make_tiny_model(tmp_path / "m")
@@ -286,3 +332,52 @@ def test_running_on_a_processor_loads_no_triton(tmp_path):
     import subprocess
 
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------ one for all
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(0, 12), min_size=2, max_size=6),
+    st.integers(0, 40),
+)
+def test_what_contexts_share_is_found_to_the_block(size, agree, start):
+    """Request i has its first `agree[i]` blocks from the others, then its own."""
+    width = start // size + 1
+    table = list(range(1, width + 1))
+    items = [
+        Item(
+            f"r{i}",
+            0,
+            start,
+            (5,),
+            ([*table[:n], *range(1000 * (i + 1), 1000 * (i + 1) + width - n)][:width],),
+            True,
+        )
+        for i, n in enumerate(agree)
+    ]
+    least = sorted(agree)
+    found = prefix.common_prefix(items, size)
+    assert found % size == 0 and found <= start
+    assert found == min(least[0], start // size) * size
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
+def test_reading_a_shared_prefix_once_changes_no_token(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(prefix, "FEWEST", 2)
+    monkeypatch.setattr(prefix, "SHORTEST", 4)
+    found = source.resolve(str(make_tiny_model(tmp_path / "m", width=64)))
+    args = args_for(found.path, disable_cascade_attn=False, cudagraph_mode=mode)
+    engine = on_fake_card(args, found)
+    calls, inner = [], gpu.cascade_attention
+
+    def listening(*args):
+        calls.append(args[7])
+        inner(*args)
+
+    for layer in engine.runner.model.layers:
+        assert layer.attention.kernels is gpu
+    monkeypatch.setattr(gpu, "cascade_attention", listening)
+    assert generated(engine) == generated(on_processor(args_for(found.path), found))
+    assert calls and set(calls) <= {4, 8, 12}

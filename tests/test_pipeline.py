@@ -48,11 +48,11 @@ class Watched(DeviceRunner):
 
     plans = 0
 
-    def _stage(self, items, draws, slot):
+    def _stage(self, items, draws, slot, whole):
         self.plans += 1
         if isinstance(self.machine, FakeDevice):
             assert not self.machine.busy(slot.inputs)
-        return super()._stage(items, draws, slot)
+        return super()._stage(items, draws, slot, whole)
 
 
 def pipelined(

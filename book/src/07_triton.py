@@ -297,6 +297,25 @@ show(gpu.cascade_attention, attention.attend_prefix, attention.part_rows)
 show(attention.attend_own, attention.load_states)
 
 # %% [markdown]
+# The engine takes this way where it is asked to (`--no-disable-cascade-attn`: vLLM has
+# it off too) and vLLM's bounds say that it may pay: 8 requests, 256 shared tokens.
+# What is shared is read off the tables of the plan: equal ids are equal blocks. How
+# many tokens that is changes from step to step, so the attention of such a step stays
+# out of graphs. A step of more tokens than `max_num_seqs` reads as ever: the states
+# that `attend_prefix` leaves would take more memory than the start has measured.
+
+# %%
+from pagedattn.device import prefix  # noqa: E402
+from pagedattn.scheduler import Item  # noqa: E402
+
+show(prefix.common_prefix, prefix.worth_sharing)
+alike = [
+    Item(f"r{i}", 0, 330, (7,), ([*range(1, 18), *range(100 * i, 100 * i + 4)],), True)
+    for i in range(1, 9)
+]
+print(prefix.worth_sharing(alike, 16, 8), prefix.worth_sharing(alike[1:], 16, 8))
+
+# %% [markdown]
 # ## Experts, penalties, one draw
 #
 # In a mixture of experts each token meets a few of many matrices. `grouped_linear` gets

@@ -25,7 +25,13 @@ from pagedattn.bench.gpu_kernels import (
     problems,
     timed,
 )
-from pagedattn.bench.gpu_report import CardFacts, Decode, Found, busy_share
+from pagedattn.bench.gpu_report import (
+    CardFacts,
+    Decode,
+    Found,
+    busy_share,
+    kernel_lines,
+)
 from pagedattn.cache.tables import group_layers
 from pagedattn.config import EngineArgs
 from pagedattn.device.cuda import Cuda
@@ -179,6 +185,8 @@ def run(progress: Callable[[str], None] = print) -> Found:
         timings = [
             timed(gpu, p, on_device) for p in problems(TO_TIME, "cuda", torch.bfloat16)
         ]
+    # Said now: what comes may fail, or be ended.
+    progress("\n".join(kernel_lines(facts, checks, timings)))
     card.settle()
     progress("building a model in the shape of Qwen3-8B")
     placement = loader.Placement(card.device, torch.bfloat16)

@@ -98,6 +98,28 @@ def busy_share(spans: Sequence[tuple[float, float]]) -> float | None:
     return covered / (last - first) if last > first else None
 
 
+def kernel_lines(
+    card: CardFacts, checks: Sequence[Check], timings: Sequence[Timing]
+) -> list[str]:
+    """The card and its kernels, for a terminal."""
+    lines = [
+        f"{card.name}, driver {card.driver}, torch {card.torch}, "
+        f"triton {card.triton}, {card.date}",
+        f"copies {card.copy_bytes / 1e12:.2f} TB/s, "
+        f"multiplies {card.flops / 1e12:.0f} TFLOP/s",
+    ]
+    for c in checks:
+        word = "ok" if c.passed else "WRONG"
+        lines.append(f"{c.name:28}{word:6} error {c.error:.1e} of {c.allowed:.0e}")
+    for t in timings:
+        peer = f"  {t.peer} {t.peer_seconds * 1e6:.0f} us" if t.peer_seconds else ""
+        lines.append(
+            f"{t.name:20}{t.problem:28}{t.seconds * 1e6:9.1f} us "
+            f"{t.share(card):6.1%} of the floor{peer}"
+        )
+    return lines
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """All of one run. Times to the first token: of `prompt` tokens, new and cached."""
@@ -167,21 +189,7 @@ class Found:
     def table(self) -> str:
         """Everything for a terminal."""
         card = self.card
-        lines = [
-            f"{card.name}, driver {card.driver}, torch {card.torch}, "
-            f"triton {card.triton}, {card.date}",
-            f"copies {card.copy_bytes / 1e12:.2f} TB/s, "
-            f"multiplies {card.flops / 1e12:.0f} TFLOP/s",
-        ]
-        for c in self.checks:
-            word = "ok" if c.passed else "WRONG"
-            lines.append(f"{c.name:28}{word:6} error {c.error:.1e} of {c.allowed:.0e}")
-        for t in self.timings:
-            peer = f"  {t.peer} {t.peer_seconds * 1e6:.0f} us" if t.peer_seconds else ""
-            lines.append(
-                f"{t.name:20}{t.problem:28}{t.seconds * 1e6:9.1f} us "
-                f"{t.share(card):6.1%} of the floor{peer}"
-            )
+        lines = kernel_lines(card, self.checks, self.timings)
         for d in self.decodes:
             lines.append(
                 f"decode, batch {d.batch:4}, graphs {'on ' if d.graphs else 'off'} "

@@ -107,13 +107,19 @@ class Buckets:
             for size in reversed(self.sizes):
                 yield Shape(size, size, width), Way.DECODE
 
-    def choose(self, counts: Sequence[int], width: int) -> tuple[Shape, Way]:
-        """(shape, way) of a step of these token counts and tables so wide."""
+    def choose(
+        self, counts: Sequence[int], width: int, whole: bool = True
+    ) -> tuple[Shape, Way]:
+        """(shape, way) of a step of these token counts and tables so wide.
+
+        Without `whole`, its attention stays out of graphs.
+        """
         width, seqs, total = _at_least(self.widths, width), len(counts), sum(counts)
-        if seqs == total and self.sizes and seqs <= self.sizes[-1]:
+        if whole and seqs == total and self.sizes and seqs <= self.sizes[-1]:
             size = _at_least(self.sizes, seqs)
             return Shape(size, size, width), Way.DECODE
-        if not self.tokens or total > self.tokens[-1]:
+        recorded = self.tokens and (whole or not self.most)
+        if not recorded or total > self.tokens[-1]:
             return Shape(total, seqs, width), Way.EAGER
         size = _at_least(self.tokens, total)
         if self.most:

@@ -19,6 +19,7 @@ from pagedattn.cache.tables import LayerGroup
 from pagedattn.device.buckets import Buckets, Shape, Way
 from pagedattn.device.draws import Draw, fill_draws, on_host, sample_rows
 from pagedattn.device.machine import Body, Machine
+from pagedattn.device.prefix import worth_sharing
 from pagedattn.device.staging import DEPTH, Fields, fields_of, fill, num_bytes
 from pagedattn.model.batch import Batch, decodes_first, make_batch
 from pagedattn.runner import SCORED_ROWS, Model, NewCache, Runner
@@ -45,6 +46,7 @@ class Flight:
     draws: list[Draw | None]  # by place in the batch; None: nothing is sampled
     tokens: Tensor  # pinned: what each row sampled, once `mark` is passed
     held: Held
+    shared: int = 0  # tokens that all contexts begin with, read once
     mark: object = None
     results: list[Result] | None = None
     error: Exception | None = None
@@ -94,11 +96,13 @@ class DeviceRunner(Runner):
         new_cache: NewCache,
         limits: Limits,
         buckets: Buckets,
+        cascade: bool = False,
     ) -> None:
         super().__init__(model, groups, block_size, new_cache)
         self.machine = machine
         self.buckets = buckets
         self.limits = limits
+        self.cascade = cascade  # read once what all contexts of a step share
         self._groups = len(groups)
         self._draw: Callable[..., None] = getattr(kernels, "sample", sample_rows)
         largest = Shape(limits.tokens, limits.seqs, buckets.widths[-1])
@@ -136,12 +140,17 @@ class DeviceRunner(Runner):
         if waits and self._last is not None:
             self.finish(self._last)
         slot = self._free_slot()
-        shape, way = self._stage(items, draws, slot)
-        flight = Flight(plan, order, draws, slot.tokens, Held())
+        shared = self._shared(items)
+        shape, way = self._stage(items, draws, slot, not shared)
+        flight = Flight(plan, order, draws, slot.tokens, Held(), shared)
         self._start(flight, slot, shape, way)
         if waits:
             self.finish(flight)
         return flight
+
+    def _shared(self, items: Sequence[Item]) -> int:
+        most = self.limits.seqs
+        return worth_sharing(items, self.block_size, most) if self.cascade else 0
 
     def _draw_of(self, item: Item) -> Draw | None:
         if not item.samples or item.request_id in self._pools:
@@ -166,13 +175,17 @@ class DeviceRunner(Runner):
         return slot
 
     def _stage(
-        self, items: Sequence[Item], draws: Sequence[Draw | None], slot: Slot
+        self,
+        items: Sequence[Item],
+        draws: Sequence[Draw | None],
+        slot: Slot,
+        whole: bool,
     ) -> tuple[Shape, Way]:
         """Write the inputs of a step; its shape, and how it runs."""
         tokens, sources = zip(*(self._tokens(item) for item in items), strict=True)
         batch = make_batch(items, tokens, self.block_size, self._rows)
         width = max(len(table) for item in items for table in item.tables)
-        shape, way = self.buckets.choose([len(t) for t in tokens], width)
+        shape, way = self.buckets.choose([len(t) for t in tokens], width, whole)
         fields = fields_of(slot.inputs, shape, self._groups)
         fill(fields, batch, torch.tensor([s for row in sources for s in row]))
         fill_draws(fields, draws)
@@ -203,7 +216,7 @@ class DeviceRunner(Runner):
         if way is Way.PIECES:
             self._run_pieces(flight, shape, decodes)
         elif way is Way.EAGER:
-            m.run(self._body(shape, decodes, flight.held))
+            m.run(self._body(shape, decodes, flight.held, flight.shared))
         else:
             body, flight.held = self.recorded[shape, way]
             m.run(body)
@@ -211,13 +224,15 @@ class DeviceRunner(Runner):
         flight.mark = m.mark()
         slot.flight = self._last = flight
 
-    def _body(self, shape: Shape, num_decodes: int, held: Held) -> Body:
+    def _body(
+        self, shape: Shape, num_decodes: int, held: Held, shared: int = 0
+    ) -> Body:
         """A step of that shape on the device's inputs: tokens to sampled tokens."""
         fields = fields_of(self._inputs, shape, self._groups)
 
         def body() -> None:
             self._place_tokens(fields)
-            batch = fields.batch(num_decodes)
+            batch = fields.batch(num_decodes, None, shared)
             held.hidden = self.model.forward(batch, self.caches)
             self._sample_rows(fields, held)
 
@@ -247,7 +262,8 @@ class DeviceRunner(Runner):
         m, model, under = self.machine, self.model, []
 
         def begin() -> None:
-            under.append(model.begin(fields.batch(decodes, tokens), self.caches))
+            batch = fields.batch(decodes, tokens, flight.shared)
+            under.append(model.begin(batch, self.caches))
 
         def end() -> None:
             flight.held.hidden = recorded.hidden
@@ -363,13 +379,18 @@ class DeviceRunner(Runner):
     # Before the first plan: the largest step, and the shapes to record.
     @torch.inference_mode()
     def rehearse(
-        self, shape: Shape, context: int = 1, decodes: int | None = None
+        self,
+        shape: Shape,
+        context: int = 1,
+        decodes: int | None = None,
+        shared: int = 0,
     ) -> None:
         """Run a step of `shape` that leaves nothing behind but compiled kernels,
         chosen configurations and memory in its largest size.
 
         Requests have `context` tokens, or as many as the step has of theirs; so many of
-        those with one token go through decode attention, by default all.
+        those with one token go through decode attention, by default all; all of them
+        through cascade attention where `shared` says how many tokens they share.
         """
         slot = self._free_slot()
         counts = spread(shape, shape.width * self.block_size)
@@ -382,7 +403,7 @@ class DeviceRunner(Runner):
             decodes = sum(n == 1 for n in counts)
         self.machine.copy(self._inputs[:size], slot.inputs[:size])
         held = Held()
-        self.machine.run(self._body(shape, decodes, held))
+        self.machine.run(self._body(shape, decodes, held, shared))
         self.machine.run(lambda: self._rehearse_scores(held))
         self.machine.wait(self.machine.mark())
 

@@ -45,7 +45,9 @@ class Fields:
     temperature: Tensor  # [S] float32
     min_p: Tensor  # [S] float32
 
-    def batch(self, num_decodes: int, tokens: int | None = None) -> Batch:
+    def batch(
+        self, num_decodes: int, tokens: int | None = None, shared: int = 0
+    ) -> Batch:
         """What a model reads of them, or of the first so many tokens."""
         return Batch(
             self.ids[:tokens],
@@ -56,6 +58,7 @@ class Fields:
             self.lengths,
             num_decodes,
             self.rows,
+            shared,
         )
 
 

@@ -57,6 +57,7 @@ class Parts:
     dtype: torch.dtype
     limits: Limits
     buckets: Buckets
+    cascade: bool = False
 
 
 def new_cache(parts: Parts, card: Machine, num_blocks: int) -> NewCache:
@@ -83,6 +84,7 @@ def runner_of(parts: Parts, card: Machine, num_blocks: int) -> DeviceRunner:
         new_cache(parts, card, num_blocks),
         parts.limits,
         parts.buckets,
+        parts.cascade,
     )
 
 
@@ -126,11 +128,15 @@ def start(
 
 def rehearse(parts: Parts, runner: DeviceRunner, widths: Sequence[int]) -> None:
     """Run the largest steps: of single tokens with tables of every width, and of as
-    many tokens as a step may have."""
+    many tokens as a step may have, and of contexts that begin alike."""
     limits, context = parts.limits, context_of(parts)
     for width in widths:
         runner.rehearse(Shape(limits.seqs, limits.seqs, width), context)
     runner.rehearse(Shape(limits.tokens, limits.seqs, widths[-1]), context)
+    if parts.cascade:
+        shared = (context - 1) // runner.block_size * runner.block_size
+        shape = Shape(limits.seqs, limits.seqs, widths[-1])
+        runner.rehearse(shape, context, shared=shared)
 
 
 def context_of(parts: Parts) -> int:

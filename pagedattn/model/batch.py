@@ -38,6 +38,7 @@ class Batch:
     lengths: Tensor  # [S] int32: context length including this plan's tokens
     num_decodes: int
     rows: Tensor  # [R] int64: tokens whose logits are wanted
+    shared: int = 0  # tokens that all contexts begin with, worth reading once for all
 
 
 def decodes_first(items: Sequence[Item]) -> list[int]:

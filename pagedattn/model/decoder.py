@@ -52,13 +52,15 @@ class Projection(Protocol):
 
 class Reach(NamedTuple):
     """A batch for one group of layers: where its tokens stand, what they write and
-    read. Single tokens go through the decode kernel, longer pieces through prefill."""
+    read. Single tokens go through the decode kernel, longer pieces through prefill;
+    where all contexts begin alike, and no window hides that, all go through cascade."""
 
     positions: Array  # [T]
     slots: Array  # [T]
     num_decodes: int
     decode: tuple[Array, ...]  # tables and lengths of the first num_decodes requests
     prefill: tuple[Array, ...]  # tables, query starts, lengths of the others
+    cascade: tuple[Any, ...]  # the same of all, and what they share; else empty
 
 
 def reach(batch: Batch, group: int, kernels: ModuleType) -> Reach:
@@ -71,6 +73,9 @@ def reach(batch: Batch, group: int, kernels: ModuleType) -> Reach:
         n,
         (tables[:n], lengths[:n]),
         (tables[n:], native(batch.query_starts[n:] - n), lengths[n:]),
+        (tables, native(batch.query_starts), lengths, batch.shared)
+        if batch.shared
+        else (),
     )
 
 
@@ -155,6 +160,12 @@ class Attention:
     def _read(self, out: Array, q: Array, caches: tuple, reach: Reach) -> None:
         n = reach.num_decodes
         traits = self.config.attention_scale, self.window, self.config.softcap
+        if reach.cascade and not self.window:
+            scale, _, softcap = traits
+            self.kernels.cascade_attention(
+                out, q, *caches, *reach.cascade, scale, softcap
+            )
+            return
         if n > 0:
             self.kernels.decode_attention(
                 out[:n], q[:n], *caches, *reach.decode, *traits
