@@ -84,7 +84,7 @@ browser: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Try the b
 clients: $(VENV)/.clients $(VENV)/.test $(VENV)/.kernels  ## Other people's clients against the live server
 	PROFILE=$(PROFILE) $(RUN) pytest tests/clients $(TEST_ARGS)
 
-front-ends: build/front-ends/.open-webui $(VENV)/.test $(VENV)/.book $(VENV)/.kernels  ## A real Open WebUI before the live server
+front-ends: build/front-ends/.open-webui $(VENV)/.test $(VENV)/.kernels  ## A real Open WebUI before the live server
 	PROFILE=long $(RUN) pytest tests/front_ends $(TEST_ARGS)
 
 book-html: $(VENV)/.book  ## Build the book as a site in build/book
