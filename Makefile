@@ -31,7 +31,7 @@ pinned   = $(shell sed -n 's/^\($(1)==[^ ;]*\).*/\1/p' constraints.txt)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup serve test lab lint bench bench-peers clean book book-check book-html
-.PHONY: browser clients gpu-check
+.PHONY: browser clients front-ends gpu-check
 .PHONY: exercise exercises hint reset
 
 help:  ## List the targets and the variables they read
@@ -49,6 +49,7 @@ serve: $(VENV)/.kernels  ## Serve MODEL, or the demo model, on PORT
 test: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Run the tests; PROFILE=long digs deeper
 	OMP_NUM_THREADS=1 PROFILE=$(PROFILE) $(RUN) pytest -n $(WORKERS) --dist worksteal \
 	  --ignore tests/browser --ignore tests/clients --ignore tests/gpu \
+	  --ignore tests/front_ends \
 	  $(if $(filter long,$(PROFILE)),--timeout 3600) $(TEST_ARGS)
 
 lint: $(VENV)/.test  ## Check style and format
@@ -81,6 +82,9 @@ browser: $(VENV)/.test $(VENV)/.lab $(VENV)/.book $(VENV)/.kernels  ## Try the b
 
 clients: $(VENV)/.clients $(VENV)/.test $(VENV)/.kernels  ## Other people's clients against the live server
 	PROFILE=$(PROFILE) $(RUN) pytest tests/clients $(TEST_ARGS)
+
+front-ends: build/front-ends/.open-webui $(VENV)/.test $(VENV)/.kernels  ## A real Open WebUI before the live server
+	PROFILE=long $(RUN) pytest tests/front_ends $(TEST_ARGS)
 
 book-html: $(VENV)/.book  ## Build the book as a site in build/book
 	$(BIN)/python book/site/build.py
@@ -169,6 +173,14 @@ build/peers/.transformers build/peers/.vllm build/peers/.llama-cpp: build/peers/
 build/peers/.openvino: build/peers/.env-openvino build/peers/.env-convert build/peers/.model
 	build/peers/convert/bin/optimum-cli export openvino -m build/peers/model \
 	  --task text-generation-with-past --weight-format fp32 build/peers/openvino-model
+	@touch $@
+
+# A front end, in an environment of its own: 0.9 GB, minutes.
+build/front-ends/.open-webui: tests/front_ends/requirements.txt | $(BIN)/python
+	@mkdir -p build/front-ends
+	$(PYTHON) -m venv build/front-ends/open-webui
+	build/front-ends/open-webui/bin/python -m pip install --no-compile -q -r $<
+	build/front-ends/open-webui/bin/python -m pip install --no-compile -q --no-deps open-webui==0.12.4
 	@touch $@
 
 # Compiled once for this processor and kept in the user's cache directory.
