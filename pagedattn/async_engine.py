@@ -51,6 +51,14 @@ class _Stream:
             pass
 
 
+_Delivery = tuple[asyncio.Queue[RequestOutput | Exception], RequestOutput]
+
+
+def _put_all(deliveries: list[_Delivery]) -> None:
+    for outputs, output in deliveries:
+        outputs.put_nowait(output)
+
+
 class AsyncEngine:
     """Serves many callers at once; safe to call from any event loop."""
 
@@ -377,8 +385,7 @@ class AsyncEngine:
         outputs = self._engine.take_late() if self._frozen else []
         if not self._frozen and self._engine.has_unfinished_requests():
             outputs = self._engine.step()
-        for output in outputs:
-            self._deliver(output)
+        self._deliver(outputs)
         if self.after_step is not None:
             self.after_step(self._engine)
 
@@ -394,12 +401,19 @@ class AsyncEngine:
             wait = False
         return True
 
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
-            stream.put(output)
-            if output.finished:
-                del self._streams[output.request_id]
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand over what a step made, waking each event loop once: a wake is a write
+        to its socket and a turn of the interpreter's lock."""
+        due: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                due.setdefault(stream.loop, []).append((stream.outputs, output))
+                if output.finished:
+                    del self._streams[output.request_id]
+        for loop, deliveries in due.items():
+            with suppress(RuntimeError):  # a loop that is gone wants nothing
+                loop.call_soon_threadsafe(_put_all, deliveries)
 
     def _close(self, error: EngineDead) -> None:
         self._stopped = True

@@ -47,6 +47,28 @@ def test_many_streams_at_once(engine):
         assert tokens == truth(engine, [i, i + 1])
 
 
+def test_a_step_wakes_the_event_loop_once_however_many_it_served(engine, monkeypatch):
+    """One output for each of 30 tokens of 20 requests, but a wake for each step."""
+
+    async def run():
+        loop, wakes = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+
+        def counted(callback, *args):
+            wakes.append(args)
+            return wake(callback, *args)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        jobs = [collect(engine, [i, i + 1], f"r{i}") for i in range(20)]
+        tokens = sum(map(len, await asyncio.gather(*jobs)))
+        outputs = sum(len(deliveries) for (deliveries,) in wakes)
+        return tokens, outputs, len(wakes)
+
+    tokens, outputs, wakes = asyncio.run(run())
+    assert tokens == outputs == 20 * 30
+    assert wakes < 20 * 30 / 4  # 30 steps if all arrive at once, never one per output
+
+
 def test_leaving_early_frees_everything(engine):
     async def run():
         long = SamplingParams(max_tokens=400, output_kind=RequestOutputKind.DELTA)
