@@ -38,6 +38,7 @@ from .tiles import (
     dot_tiles,
     inline,
     narrow_tile,
+    ordered,
     power_of_two,
     prefetch,
     product_tile,
@@ -352,7 +353,8 @@ def attend_chunk(
     scale_queries(queries, q, s, h * group, scale)
     scores(p, queries, k_cache, v_cache, tables[s], h, start, end)
     for g in range(group):
-        m[part, g], l[part, g] = softmax_part(p[g, : end - start], softcap)
+        row = stretch(p, g * p.shape[1], end - start)
+        m[part, g], l[part, g] = softmax_part(row, softcap)
     weigh(acc[part], p, v_cache, tables[s], h, start, end)
     if take_ticket(finished, s * kv_heads + h) + 1 == firsts[s + 1] - firsts[s]:
         merge_chunks(out, acc, m, l, firsts, s, h, kv_heads)
@@ -451,16 +453,36 @@ def dot(a: Array, a0: int, b: Array, b0: int, n: int) -> float:
 @inline
 def softmax_part(p: Array, softcap: float) -> tuple[float, float]:
     """p = e^(cap(p) - m) for m = max cap(p); returns (m, sum of p)."""
+    cap(p, softcap)
+    m = largest(p)
+    return m, powers(p, m)
+
+
+@inline
+def cap(p: Array, softcap: float) -> None:
+    """p = softcap tanh(p / softcap), unless softcap is 0."""
     if softcap != ZERO:
         for t in range(len(p)):
             p[t] = softcap * tanh(p[t] / softcap)
-    m, l = MINUS_INFINITY, ZERO
+
+
+@ordered
+def largest(p: Array) -> float:
+    """The maximum; -inf of nothing."""
+    m = MINUS_INFINITY
     for t in range(len(p)):
         m = max(m, p[t])
+    return m
+
+
+@inline
+def powers(p: Array, m: float) -> float:
+    """p = e^(p - m); returns their sum."""
+    total = ZERO
     for t in range(len(p)):
         p[t] = exp(p[t] - m)
-        l += p[t]
-    return m, l
+        total += p[t]
+    return total
 
 
 @inline
@@ -667,7 +689,8 @@ def attend_rows(
             at = position + r // group
             low = max(0, first_position(at, window) - start)
             high = min(n, at + 1 - start)
-            m[r], l[r] = softmax_step(p[r, :n], low, high, acc[r], m[r], l[r], softcap)
+            row = stretch(p, r * KEYS, n)
+            m[r], l[r] = softmax_step(row, low, high, acc[r], m[r], l[r], softcap)
         product(rows, wide, n, (p, 0, KEYS), (values, 0, wide), (acc, 0, wide), 1)
     return acc, l
 
@@ -705,19 +728,17 @@ def softmax_step(
 
     Where the maximum grows from m, what acc and l hold shrinks by e^(m - new m).
     """
-    if high <= low:
-        p[:] = ZERO
-        return m, l
+    seen = max(low, high)
     p[:low] = ZERO
-    p[high:] = ZERO
-    top, total = softmax_part(p[low:high], softcap)
-    if top <= m:
-        shrink = exp(top - m)
-        p[low:high] *= shrink
-        return m, l + total * shrink
+    p[seen:] = ZERO
+    part = stretch(p, low, seen - low)
+    cap(part, softcap)
+    top = max(m, largest(part))
+    if top == m:
+        return m, l + powers(part, m)
     shrink = exp(m - top)
     acc *= shrink
-    return top, l * shrink + total
+    return top, l * shrink + powers(part, top)
 
 
 # -------------------------------------------------- norms, rotation and activations

@@ -36,17 +36,23 @@ INDEX = types.int64
 Array = np.ndarray
 Emit = Callable[[Any, Any], None]  # (builder, arguments): writes a function's body
 
+
 # A part of a kernel: no wrappers for Python and C, which halve the compiler's speed.
 # Inlined, because a call passes every array as seven numbers and counts references to
 # it: calls were a third of decode attention.
-inline = njit(
-    nogil=True,
-    error_model="numpy",
-    fastmath=MATH,
-    no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-    forceinline=True,
-)
+def _part(math: set[str]) -> Callable[..., Any]:
+    return njit(
+        nogil=True,
+        error_model="numpy",
+        fastmath=math,
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+        forceinline=True,
+    )
+
+
+inline = _part(MATH)
+ordered = _part(MATH | {"nnan"})  # for maxima: a vector of them needs an order
 
 
 @intrinsic

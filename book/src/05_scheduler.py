@@ -543,14 +543,14 @@ show(Scheduler.fail, Scheduler.retract, Scheduler._live, Scheduler._plan_suspect
 # How does one know that such a machine is right? Not by reading answers: a model gives
 # plausible text even when a block of its memory belongs to somebody else. The claim to
 # prove is exact: **whatever the scheduler does, every request's tokens are those it
-# would have had alone.** It needs a model that cannot forgive.
+# would have had alone.**
 #
 # **`HashModel`** runs in the real runner, with real batches and block tables, and its
 # keys are integers. `embed` stores a hash of token and position; `attend` hashes all
 # that attention read, in order; a second layer does the same over the first. Its
-# `forward` is two calls of `_layer`, its `logits` turn the last hash into a next token
-# out of 65,536. A block that was lost, shared wrongly, read too early or written twice
-# changes every token after it.
+# `forward` is two calls of `_layer` (graphs use `begin`, `dense`, `read`), its `logits`
+# turn the last hash into a next token out of 65,536. A block that was lost, shared
+# wrongly, read too early or written twice changes every token after it.
 
 # %%
 from pagedattn.testing import HashModel, attend, embed, hash_engine, naive_generate

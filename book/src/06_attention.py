@@ -393,13 +393,14 @@ show(cpu.scale_queries, cpu.scores, cpu.place, cpu.fetch)
 # 25 % off (LOG). A tile may run over unused slots at the end of a block, and what it
 # finds there lands in columns that nobody reads; it may not run over the block's end.
 # Leftovers, and heads whose length is no multiple of a vector's, go through `dot`.
-# `softmax_part` is safe softmax over one chunk: maximum, then weights and their sum,
-# with the soft cap before. Within a chunk two passes are fine, because 256 scores stay
-# in the nearest cache. `weigh` walks the blocks again, now over the values, eight at a
+# `softmax_part` is safe softmax over one chunk: the soft `cap`, the `largest`, then the
+# `powers` and their sum. Within a chunk two passes are fine, because 256 scores stay in
+# the nearest cache. `weigh` walks the blocks again, now over the values, eight at a
 # time with those of two steps later on their way.
 
 # %%
-show(cpu.score_tiles, cpu.dot, cpu.softmax_part, cpu.weigh)
+show(cpu.score_tiles, cpu.dot, cpu.softmax_part, cpu.cap, cpu.largest, cpu.powers)
+show(cpu.weigh)
 
 # %% [markdown]
 # Weighing is a small matrix product, three rows of weights times a block of values.
@@ -473,12 +474,13 @@ count("product 6 x 64, AVX-512", 6, 4)
 # directly, with sums named one by one (`kernels/tiles.py`). `_product_tile` writes `c
 # += a @ b` for fixed numbers of rows and columns; `_stream_tile` starts from zero and
 # has one instruction more in its loop, which asks for a cache line of the weights that
-# come next (two for AVX-512). `_emit_product` is what both share. `_shorter_side_held` orders its
-# multiply-adds so that the shorter side stays in registers while the longer one streams
-# through. With 12 sums, 3 held and 1 streaming, AVX2's 16 are in use; a 17th would be
-# **spilled**, written to memory and read back at every step. A profile of 64 requests
-# found decode attention doing that, and reading keys and values at 7.6 GB/s where
-# memory gives 17 to 20 (`book/measured/LOG.md`, "Decode attention"; LOG from here on).
+# come next (two for AVX-512). `_emit_product` is what both share. `_shorter_side_held`
+# orders its multiply-adds so that the shorter side stays in registers while the longer
+# one streams through. With 12 sums, 3 held and 1 streaming, AVX2's 16 are in use; a
+# 17th would be **spilled**, written to memory and read back at every step. A profile of
+# 64 requests found decode attention doing that, and reading keys and values at 7.6 GB/s
+# where memory gives 17 to 20 (`book/measured/LOG.md`, "Decode attention"; LOG from here
+# on).
 
 # %%
 show(tiles._product_tile, tiles._stream_tile, tiles._emit_product)
@@ -514,14 +516,17 @@ show(tiles._sizes, tiles._family, tiles._plain, tiles._switch)
 show(tiles._data, tiles._function)
 
 # %% [markdown]
-# Four more functions tell LLVM what Python cannot say.
-# `stretch` is a piece of flat memory whose indices need no test for being negative;
-# with rows as stretches, 512 norms fell from 479 to 63 µs (LOG, "Small kernels").
-# `prefetch` asks for a cache line. `take_ticket` is the atomic counter. `power_of_two`
-# writes a float's exponent field, the last step of chapter 01's exponential.
+# Four more functions tell LLVM what Python cannot say. `stretch` is a piece of flat
+# memory whose indices need no test for being negative; with rows as stretches, 512
+# norms fell from 479 to 63 µs (LOG, "Small kernels"). `prefetch` asks for a cache line.
+# `take_ticket` is the atomic counter. `power_of_two` writes a float's exponent field,
+# the last step of chapter 01's exponential. `_part` makes the decorators of all these
+# parts: they are inlined, and where a maximum is sought, LLVM is told that no number is
+# NaN, or it would look at one after the other.
 
 # %%
 show(tiles.stretch, tiles.prefetch, tiles.take_ticket, tiles.power_of_two)
+show(tiles._part)
 
 # %% [markdown]
 # ## Where the bytes go

@@ -299,10 +299,11 @@ show(attention.attend_own, attention.load_states)
 # %% [markdown]
 # The engine takes this way where it is asked to (`--no-disable-cascade-attn`: vLLM has
 # it off too) and vLLM's bounds say that it may pay: 8 requests, 256 shared tokens.
-# What is shared is read off the tables of the plan: equal ids are equal blocks. How
-# many tokens that is changes from step to step, so the attention of such a step stays
-# out of graphs. A step of more tokens than `max_num_seqs` reads as ever: the states
-# that `attend_prefix` leaves would take more memory than the start has measured.
+# What is shared is read off the tables of the plan (`common_prefix`): equal ids are
+# equal blocks. `worth_sharing` holds it against the bounds. How many tokens that is
+# changes from step to step, so the attention of such a step stays out of graphs. A step
+# of more tokens than `max_num_seqs` reads as ever: the states that `attend_prefix`
+# leaves would take more memory than the start has measured.
 
 # %%
 from pagedattn.device import prefix  # noqa: E402

@@ -352,9 +352,9 @@ show(ladder._schedule)
 show(ladder.model_for, ladder.plain_products)
 
 # %% [markdown]
-# What is packed? `pack` cuts a weight into panels of 16 outputs (32 with AVX-512), whose
-# weights stand side by side for each input. `linear` multiplies panel by panel, so each
-# weight is read from memory once, from end to end. In the numba version
+# What is packed? `pack` cuts a weight into panels of 16 outputs (32 with AVX-512),
+# whose weights stand side by side for each input. `linear` multiplies panel by panel,
+# so each weight is read from memory once, from end to end. In the numba version
 # `multiply_panel` does one panel for all rows, with the sums in vector registers;
 # panels are dealt out to threads, and `linear_panel` says which comes next, so that it
 # is fetched meanwhile.
