@@ -37,8 +37,8 @@ from .tiles import (
     TOKENS,
     dot_tiles,
     inline,
+    largest_of,
     narrow_tile,
-    ordered,
     power_of_two,
     prefetch,
     product_tile,
@@ -466,11 +466,12 @@ def cap(p: Array, softcap: float) -> None:
             p[t] = softcap * tanh(p[t] / softcap)
 
 
-@ordered
+@inline
 def largest(p: Array) -> float:
     """The maximum; -inf of nothing."""
-    m = MINUS_INFINITY
-    for t in range(len(p)):
+    whole = len(p) - len(p) % LANES
+    m = largest_of(p, whole) if whole else MINUS_INFINITY
+    for t in range(whole, len(p)):
         m = max(m, p[t])
     return m
 

@@ -36,23 +36,17 @@ INDEX = types.int64
 Array = np.ndarray
 Emit = Callable[[Any, Any], None]  # (builder, arguments): writes a function's body
 
-
 # A part of a kernel: no wrappers for Python and C, which halve the compiler's speed.
 # Inlined, because a call passes every array as seven numbers and counts references to
 # it: calls were a third of decode attention.
-def _part(math: set[str]) -> Callable[..., Any]:
-    return njit(
-        nogil=True,
-        error_model="numpy",
-        fastmath=math,
-        no_cpython_wrapper=True,
-        no_cfunc_wrapper=True,
-        forceinline=True,
-    )
-
-
-inline = _part(MATH)
-ordered = _part(MATH | {"nnan"})  # for maxima: a vector of them needs an order
+inline = njit(
+    nogil=True,
+    error_model="numpy",
+    fastmath=MATH,
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    forceinline=True,
+)
 
 
 @intrinsic
@@ -109,6 +103,32 @@ def prefetch(typingctx: Any, array: Any, place: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, INDEX), codegen
+
+
+@intrinsic
+def largest_of(typingctx: Any, array: Any, n: Any) -> Any:
+    """The maximum of an array's first n numbers, n > 0 and a multiple of LANES.
+
+    LLVM makes no vectors of such a loop by itself: a NaN would tell the difference.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (data,) = _data(context, builder, signature, args, (0,))
+        top = cgutils.alloca_once_value(builder, VECTOR([float("-inf")] * LANES))
+        with cgutils.for_range_slice(builder, INT64(0), args[1], INT64(LANES)) as (
+            k,
+            _,
+        ):
+            x = builder.load(_vector_at(builder, data, k, INT64(0), 0, 0), align=4)
+            most = builder.load(top)
+            greater = builder.fcmp_ordered(">", x, most)
+            builder.store(builder.select(greater, x, most), top)
+        kind = ir.FunctionType(ir.FloatType(), [VECTOR])
+        name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+        across = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(across, [builder.load(top)])
+
+    return types.float32(array, INDEX), codegen
 
 
 def _prefetch(builder: Any, place: Any, cache: int) -> None:

@@ -91,27 +91,6 @@ def test_merge_closes_all_when_one_fails_or_the_reader_leaves() -> None:
         assert source.started == source.closed >= 2
 
 
-def test_merging_one_stream_passes_it_on_and_closes_it() -> None:
-    async def alone(source: Source) -> None:
-        assert await everything(merge([source.stream([5, 6])])) == [(0, 5), (0, 6)]
-
-    async def failing(source: Source) -> None:
-        with pytest.raises(ValueError, match="failed"):
-            await everything(merge([source.stream([5], fail=True)]))
-
-    async def leaving(source: Source) -> None:
-        merged = merge([source.stream([1] * 99)])
-        assert await anext(merged) == (0, 1)
-        tasks = len(asyncio.all_tasks())
-        await merged.aclose()
-        assert tasks == 1  # nobody but the reader
-
-    for scene in (alone, failing, leaving):
-        source = Source()
-        run(scene(source))
-        assert source.started == source.closed == 1
-
-
 def test_gather_lasts_keeps_the_order_of_streams() -> None:
     source = Source()
     streams = [source.stream([0, i], 0.002 * (3 - i)) for i in range(3)]

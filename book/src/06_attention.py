@@ -516,17 +516,16 @@ show(tiles._sizes, tiles._family, tiles._plain, tiles._switch)
 show(tiles._data, tiles._function)
 
 # %% [markdown]
-# Four more functions tell LLVM what Python cannot say. `stretch` is a piece of flat
+# Five more functions tell LLVM what Python cannot say. `stretch` is a piece of flat
 # memory whose indices need no test for being negative; with rows as stretches, 512
 # norms fell from 479 to 63 µs (LOG, "Small kernels"). `prefetch` asks for a cache line.
 # `take_ticket` is the atomic counter. `power_of_two` writes a float's exponent field,
-# the last step of chapter 01's exponential. `_part` makes the decorators of all these
-# parts: they are inlined, and where a maximum is sought, LLVM is told that no number is
-# NaN, or it would look at one after the other.
+# the last step of chapter 01's exponential. And `largest_of` is a maximum in vectors:
+# for a plain loop LLVM will not have them, since a NaN could tell the difference.
 
 # %%
 show(tiles.stretch, tiles.prefetch, tiles.take_ticket, tiles.power_of_two)
-show(tiles._part)
+show(tiles.largest_of)
 
 # %% [markdown]
 # ## Where the bytes go

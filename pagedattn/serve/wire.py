@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 from starlette.responses import Response, StreamingResponse
@@ -85,14 +84,8 @@ async def merge(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """(number of its stream, item) in order of arrival, until all streams have ended.
 
-    The first failure is raised. However this ends, every stream is closed. A single
-    stream, the usual case, is passed on as it is, without a task and a second queue.
+    The first failure is raised. However this ends, every stream is closed.
     """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
     arrived: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
     tasks = [asyncio.ensure_future(_pump(i, s, arrived)) for i, s in enumerate(streams)]
     try:
